@@ -382,8 +382,8 @@ def verdicts(
     """The figures that the bars are about, as far as the arms were run; automatic mode's first 60 steps are left out.
 
     Returns:
-        ``of_fresh``: the worst phase after the first, of duels. ``of_known``: all of the time, over the fastest other
-        arm of each phase. ``of_plain``: the worst window; ``again_of_plain``: of plain itself.
+        ``of_fresh``: the worst phase after the first, of duels. Where plain runs too, ``of_known``: all of the time,
+        over the fastest other arm of each phase; ``of_plain``: the worst window; ``again_of_plain``: of plain itself.
     """
     found: dict[str, float] = {}
     ours, plain, again = (step_s.get(arm) for arm in ("adapt", "plain", AGAIN))
@@ -394,11 +394,10 @@ def verdicts(
     if of_fresh:
         found["of_fresh"] = max(of_fresh)
     others = [times for arm, times in step_s.items() if arm not in ("adapt", AGAIN)]
-    if others:
+    if plain:
         ends = list(accumulate(phase.steps for phase in phases))
         known = [min(sum(times[max(begin, 60) : end]) for times in others) for begin, end in pairwise([0, *ends])]
         found["of_known"] = sum(ours[60:]) / sum(known)
-    if plain:
         found["of_plain"] = _worst_window(ours, plain)
     return found
 

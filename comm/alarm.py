@@ -27,6 +27,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -173,6 +174,8 @@ class Alarm:
         """Tell those who are still there that this rank answers no more, unless they know that it failed; end it."""
         if not self._failure and self._thread.is_alive():
             self._tell(_Kind.LEFT, "", self._others - self._mute - self._failed.keys() - self._left.keys())
+        with suppress(OSError):  # a process that was forked since has this end too
+            self._stop.shutdown(socket.SHUT_RDWR)
         self._stop.close()
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)

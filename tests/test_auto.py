@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket
 
 import espresso
+from espresso.comm.errors import EspressoError
 from espresso.comm.execute.assignment import Assignment
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.race import Arm, Race
@@ -143,6 +144,21 @@ def test_what_is_known_of_an_optimizer(make, adapts, momentum):
         assert guard.momentum == momentum
     finally:
         guard.remove()
+
+
+def test_a_refusal_does_not_meet_the_next_job_of_the_same_parameters():
+    model, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    optimizers = [torch.optim.SGD(each.parameters()) for each in (model, other)]
+    for each in (model, other):
+        guard = StepGuard({id(p) for p in each.parameters()}, has_momentum=False, error=lambda: None)
+        guard.refuse(EspressoError("closed"))
+    again = StepGuard({id(p) for p in model.parameters()}, has_momentum=False, error=lambda: None)
+    try:
+        optimizers[0].step()
+        with pytest.raises(EspressoError, match="closed"):
+            optimizers[1].step()
+    finally:
+        again.remove()
 
 
 def test_of_an_optimizer_of_two_models_the_jobs_own_groups_count():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -329,6 +330,12 @@ def asked(rank: int, folder: str) -> list[Any]:
         os.kill(os.getpid(), signal.SIGUSR1)
         written = json.loads(Path(folder, f"flight-{rank:05d}.json").read_text())
         found, metrics = state.diagnose(), state.metrics()
+        second = wrap(mlp(20, 30, 5))
+        with registered(second, artifacts_dir=folder, record_signal="SIGUSR1"):
+            run(second, torch.optim.SGD(second.parameters(), lr=0.1), 3)
+            state.close()  # the first one first
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert Path(folder, "2", f"flight-{rank:05d}.json").exists()
     assert signal.getsignal(signal.SIGUSR1) is before
     return [written["facts"]["written"], found.num_steps, 0 <= metrics["espresso/overlap"] <= 1, str(found)]
 
@@ -342,6 +349,23 @@ def failing(rank: int, folder: str) -> str:
         with pytest.raises(espresso.EspressoError, match="for the record"), state.errors():
             run(ddp, optimizer, 1)
     return json.loads(Path(folder, f"flight-{rank:05d}.json").read_text())["facts"]["written"]
+
+
+def dropped(rank: int, folder: str) -> tuple[str, int]:
+    """A script whose ``main`` keeps model and state to itself, and returns."""
+
+    def main() -> None:
+        ddp = wrap(mlp(20, 30, 5))
+        espresso.register(ddp, "efsignsgd", ranks_per_node=1, artifacts_dir=folder, timeout_s=15.0)
+        run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 4)
+
+    main()
+    gc.collect()
+    written, until = Path(folder, f"flight-{rank:05d}.json"), time.monotonic() + 10
+    while not written.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    flight = json.loads(written.read_text())
+    return flight["facts"]["written"], len(flight["steps"])
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +386,7 @@ def test_metrics_of_a_strategy_that_nobody_measured_say_nothing_of_its_overlap()
 
 @pytest.fixture(scope="module")
 def played(folder: str) -> Played:
-    scenarios = [plain_here, compressed, observed_here, watched_oddly_here, asked_here, failing_here]
+    scenarios = [plain_here, compressed, observed_here, watched_oddly_here, asked_here, failing_here, dropped_here]
     return Played(__name__, scenarios, 2, environment={"FLIGHTS": folder})
 
 
@@ -384,6 +408,14 @@ def asked_here(rank: int) -> list[Any]:
 
 def failing_here(rank: int) -> str:
     return failing(rank, os.environ["FLIGHTS"] + "/failing")
+
+
+def dropped_here(rank: int) -> tuple[str, int]:
+    return dropped(rank, os.environ["FLIGHTS"] + "/dropped")
+
+
+def test_a_state_that_nobody_closes_leaves_its_record(played: Played) -> None:
+    assert played(dropped_here) == [("the job ended", 4)] * 2
 
 
 def test_frozen_and_unused_parameters_do_not_hide_a_job_and_two_jobs_have_two_folders(

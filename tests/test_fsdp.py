@@ -665,6 +665,10 @@ def refused(rank: int) -> dict[str, str]:
         once(torch.ones(5, 4)).backward()
     except espresso.EspressoError as error:
         found["closed"] = str(error)
+    once.zero_grad()
+    again = registered(once)
+    once(torch.ones(5, 4)).backward()
+    again.close()
     return found
 
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import espresso
 from espresso.comm.execute import executor
 from espresso.comm.hook import espresso_hook
 from espresso.live.state import EspressoState
@@ -817,6 +818,12 @@ def switched_off(rank: int) -> tuple[bool, str, bool]:
             assert state.decided
             assert state.rank == rank
             assert set(state.metrics().values()) == {0.0}
+        # What espresso refuses otherwise: who meets a refusal can go on without it.
+        sparse = wrap(torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 2)))
+        hooked = wrap(mlp(20, 5))
+        hooked.register_comm_hook(None, allreduce_hook)
+        for model in (sparse, hooked, mlp(20, 5)):
+            assert espresso.register(model, ranks_per_node=1).is_off
     finally:
         del os.environ["ESPRESSO_DISABLE"]
     again = wrap(mlp(20, 60, 30, 5))

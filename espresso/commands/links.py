@@ -72,7 +72,10 @@ def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> "tu
     if has_gpu:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     runtime = runtime_of(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+    except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or its port is taken
+        raise UserError(f"the ranks do not find each other: {error}") from None
     try:
         groups = Groups(ranks_per_node=ranks_per_node, host_copies=runtime.host_copies)
         try:

@@ -70,11 +70,26 @@ class Front:
         self._backward: int | None = None
         self._error: EspressoError | None = None
         self._forget()
+        self._units, self._handles = units, list[Any]()
         for unit in units:
-            unit.hook(partial(self._arrive, unit))
+            arrives = partial(self._arrive, unit)
+            arrives.front = self  # type: ignore[attr-defined]
+            unit.hook(arrives)
             for parameter in unit.parameters:
                 register: Any = parameter.register_post_accumulate_grad_hook
-                register(partial(self._place, unit))
+                self._handles.append(register(partial(self._place, unit)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the state was closed. Its hooks stay, and raise, until the model is registered again."""
+        return self._state.is_closed
+
+    def leave(self) -> None:
+        """Take the hooks off."""
+        for unit in self._units:
+            unit.hook(None)
+        for handle in self._handles:
+            handle.remove()
 
     def _forget(self) -> None:
         """What belongs to one exchange of all units."""

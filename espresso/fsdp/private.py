@@ -134,6 +134,9 @@ def _check(where: str, group: Any) -> None:
             f"{where} was given {what}, so that PyTorch averages over the replicas itself before anybody could"
             f" compress: {remedy}"
         )
+    front = getattr(group._all_reduce_hook, "front", None)
+    if front is not None and front.is_over:
+        front.leave()
     if group._all_reduce_hook is not None:
         raise UnsupportedModelError(
             f"{where} has an all-reduce hook already; register once, and set no other with set_all_reduce_hook"

@@ -103,6 +103,8 @@ class EspressoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.state is None and args.world_size > 1:
+            logger.warning("espresso exchanged nothing: the trainer wrapped the model in no DistributedDataParallel")
         self._forget()
 
     def _start(self, model: torch.nn.Module, args: TrainingArguments, state: TrainerState, scaler: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,9 @@ _JOB_PATH = "ESPRESSO_JOB_PATH"
 
 _MODELS: dict[Path, weakref.WeakKeyDictionary[torch.nn.Module, int]] = {}
 """Models of this process that leave files at a place, each with a number of its own."""
+
+_NUMBERS: dict[Path, Iterator[int]] = {}
+"""That no model had yet: what one has left that is gone stays as it is."""
 
 
 def own_folder(directory: str | os.PathLike[str] | None, model: torch.nn.Module | None, groups: Groups) -> Path | None:
@@ -45,7 +48,7 @@ def _number(place: Path, model: torch.nn.Module | None) -> int:
     if model is None:
         return 1
     if model not in models:
-        models[model] = next(number for number in count(1) if number not in models.values())
+        models[model] = next(_NUMBERS.setdefault(place.absolute(), count(1)))
     return models[model]
 
 
@@ -53,10 +56,15 @@ class Artifacts:
     """Writes into a directory on rank 0; without a directory it writes nothing.
 
     A file that cannot be written is a warning, once: nothing that is for people may stop a training.
+
+    Args:
+        source: a file that the user gave, and which is left as it is.
     """
 
-    def __init__(self, directory: Path | None, groups: Groups, model: weakref.ref[torch.nn.Module]) -> None:
-        self._directory, self._groups, self._model = directory, groups, model
+    def __init__(
+        self, directory: Path | None, groups: Groups, model: weakref.ref[torch.nn.Module], source: Path | None = None
+    ) -> None:
+        self._directory, self._groups, self._model, self._source = directory, groups, model, source
         self._has_warned = False
         self._strategy: Strategy | None = None
         self._write(".", Path.stat)  # what cannot work is said at the start
@@ -76,7 +84,14 @@ class Artifacts:
         """``strategy.json``: what is in use since it was decided."""
         if strategy is not self._strategy:
             self._strategy = strategy
-            self._write("strategy.json", strategy.save)
+            self._write("strategy.json", self._save(strategy))
+
+    def _save(self, strategy: Strategy) -> Callable[[Path], object]:
+        def save(path: Path) -> None:
+            if self._source is None or path.resolve() != self._source.resolve():
+                strategy.save(path)
+
+        return save
 
     def history(self, rows: Sequence[dict[str, Any]]) -> None:
         """``history.json``: what was decided when, as a trace that Perfetto opens."""
@@ -118,4 +133,6 @@ class ProfileMarks:
     def mark(self, steps: int) -> None:
         """So many iterations are done."""
         if self._asked:
-            Path(self._asked + ".registered").write_text(json.dumps({"steps": steps, **self._body}), encoding="utf-8")
+            with suppress(OSError):
+                told = json.dumps({"steps": steps, **self._body})
+                Path(self._asked + ".registered").write_text(told, encoding="utf-8")

@@ -271,7 +271,7 @@ class Config:
             raise TypeError(f"espresso has no setting {unknown!r}{hint} Settings are {', '.join(sorted(known))}")
         values = dict(keywords)
         for variable, (name, kind) in _ENVIRONMENT.items():
-            if variable in os.environ:
+            if os.environ.get(variable):  # an empty one says nothing
                 try:
                     values[name] = kind(os.environ[variable])
                 except ValueError:

@@ -38,10 +38,12 @@ class Given:
     Attributes:
         compressors: what automatic mode may use, one at least.
         strategy: None is automatic mode.
+        source: the strategy's file.
     """
 
     compressors: tuple[CompressorSpec, ...]
     strategy: Strategy | Policy | None = None
+    source: Path | None = None
 
     @property
     def compressor(self) -> CompressorSpec:
@@ -68,6 +70,7 @@ class Given:
         if strategy == AUTO:
             cls(specs).schedule()
             return cls(specs)
+        source = Path(strategy) if isinstance(strategy, str | os.PathLike) else None
         given = _load(strategy) if isinstance(strategy, str | os.PathLike) else strategy
         if isinstance(given, Strategy):
             check_choices(given)
@@ -76,7 +79,7 @@ class Given:
                 f"strategy must be 'auto', a path, a Strategy, or a function of tensors and cluster that makes one, got"
                 f" {strategy!r:.80} ({type(strategy).__name__})"
             )
-        found = cls(specs, given)
+        found = cls(specs, given, source)
         found.schedule()
         return found
 

@@ -57,6 +57,34 @@ def now_us() -> float:
     return time.perf_counter() * 1e6
 
 
+class _Listening:
+    """Who writes at a signal: every job of this process that asked for it. What was there before comes back at last."""
+
+    def __init__(self) -> None:
+        self._writes: list[Callable[[], None]] = []
+        self._before: Any = None
+
+    def __call__(self, *_: object) -> None:
+        for write in list(self._writes):
+            write()
+
+    def add(self, number: int, write: Callable[[], None]) -> None:
+        if not self._writes:
+            self._before = signal.signal(number, self)
+        self._writes.append(write)
+
+    def end(self, number: int, write: Callable[[], None]) -> None:
+        """Any thread may; again, it does nothing. Only the main one can put back what was there."""
+        if write in self._writes:
+            self._writes.remove(write)
+        is_ours: bool = signal.getsignal(number) is self
+        if not self._writes and is_ours and threading.current_thread() is threading.main_thread():
+            signal.signal(number, self._before)
+
+
+_LISTENING: dict[int, _Listening] = {}
+
+
 class Recorder:
     """The ring of one rank. Made by all ranks together.
 
@@ -217,16 +245,12 @@ class Recorder:
             logger.warning("%s writes no flight record: espresso was started outside the main thread", name)
             return lambda: None
 
-        def write(*_: object) -> None:
+        def write() -> None:
             self.leave("." if path is None else path, f"asked for by {name}")
 
-        before = signal.signal(number, write)
-
-        def end() -> None:
-            if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is write:
-                signal.signal(number, before)
-
-        return end
+        listening = _LISTENING.setdefault(number, _Listening())
+        listening.add(number, write)
+        return lambda: listening.end(number, write)
 
     def _look_at_traffic(self) -> None:
         seen = connections.sent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Unpack
 
 import torch
@@ -10,14 +11,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.ddp_buckets import BucketLayout
-from espresso.comm.errors import UnsupportedModelError
+from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.comm.meeting import stay_away
 from espresso.live.artifacts import measures_nothing
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.script import Scaler
-from espresso.live.state import EspressoState
+from espresso.live.state import EspressoState, why_off
 
 
 def register(
@@ -46,28 +47,30 @@ def register(
         >>> state = espresso.register(ddp_model, compressor="dgc:ratio=0.01")   # doctest: +SKIP
     """
     if not isinstance(ddp_model, DistributedDataParallel):
-        if _is_alone():
-            why = "one process without DDP"
-            measures_nothing(why)
+        why = why_off() or ("one process without DDP" if _is_alone() else "")
+        if why:
+            measures_nothing(f"espresso is off ({why})" if why_off() else why)
             return EspressoState(compressor, strategy, None, grad_scaler, **config).turn_off(why)
         is_sharded = any(each.__name__ == "FSDPModule" for each in type(ddp_model).__mro__)
         remedy = "use espresso.fsdp.register" if is_sharded else "wrap the model in DistributedDataParallel first"
         raise TypeError(
             f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__}; {remedy}"
         )
+    group = ddp_model.process_group if process_group is None else process_group
+    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
+    if state.is_off:
+        with suppress(EspressoError, ValueError, TypeError):  # of what espresso refuses its checkpoint does not speak
+            state.bind(ddp_model)
+        stay_away(group)
+        measures_nothing(f"espresso is off ({why_off()})")
+        return state
     hooks = getattr(ddp_model, "_comm_hooks", ())
     if hooks:
         raise UnsupportedModelError(
             f"this model has a communication hook already ({hooks[0][0].__name__}), and DDP takes one for its life:"
             " register once, or wrap the model in DistributedDataParallel anew"
         )
-    group = ddp_model.process_group if process_group is None else process_group
-    state = EspressoState(compressor, strategy, group, grad_scaler, **config).bind(ddp_model)
-    if state.is_off:
-        stay_away(group)
-        measures_nothing("espresso is off (ESPRESSO_DISABLE)")
-        return state
-    state.start()
+    state.bind(ddp_model).start()
     try:
         ddp_model.register_comm_hook(state, espresso_hook)
     except BaseException:

@@ -85,6 +85,9 @@ class OurOptimizers:
         return (optimizer for optimizer, is_ours in list(self._seen.items()) if is_ours)
 
 
+_REFUSING: weakref.WeakSet[StepGuard] = weakref.WeakSet()
+
+
 class StepGuard:
     """Looks at every step of an optimizer of the job's parameters.
 
@@ -100,6 +103,9 @@ class StepGuard:
     def __init__(self, ours: Collection[int], *, has_momentum: bool, error: Callable[[], EspressoError | None]) -> None:
         self._ours = OurOptimizers(ours, _refuse_momentum) if has_momentum else OurOptimizers(ours)
         self._error = error
+        self._ids: frozenset[int] = frozenset(ours)
+        for earlier in [each for each in _REFUSING if not each._ids.isdisjoint(ours)]:
+            earlier.remove()  # these parameters' gradients are averaged again
         self._refused: EspressoError | None = None
         self._handle = register_optimizer_step_pre_hook(self._check)
 
@@ -111,6 +117,7 @@ class StepGuard:
         """Have the next step raise, and then none: these gradients were not averaged. Also after :meth:`remove`."""
         self._handle.remove()
         self._refused, self._handle = error, register_optimizer_step_pre_hook(self._check)
+        _REFUSING.add(self)
 
     @property
     def optimizer_adapts(self) -> bool:

@@ -128,7 +128,7 @@ class Session:
             self.velocities = None if rule is None else Velocities(rule, transactional=config.transactional)
             self.factors = FactorStore()
             folder = own_folder(config.artifacts_dir, model.module(), self.groups)
-            self.artifacts = Artifacts(folder, self.groups, model.module)
+            self.artifacts = Artifacts(folder, self.groups, model.module, self.given.source)
             self.observer = Observer(self._make_clock)
             self.sampler = Sampler(model.tensors, self.groups.rank)
             self.recorder = Recorder(self.groups)
@@ -528,9 +528,11 @@ class Session:
 
     def abandon(self) -> None:
         """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""
+        self.observer.detach()
         self._guard.remove()
         self.recording.detach()
         self.executor.close()
+        threading.Thread(target=self.recording.end, name="espresso-end").start()  # the process waits for what it writes
         for end in (self.executor.leave, self._kernels.end, self.codecs.close, self.groups.let_go):
             threading.Thread(target=end, name="espresso-end", daemon=True).start()
 

@@ -38,6 +38,12 @@ logger = logging.getLogger("espresso")
 _LIVE: weakref.WeakSet[EspressoState] = weakref.WeakSet()
 
 
+def why_off() -> str:
+    """What turns espresso off in this process; empty if nothing does."""
+    disable = os.environ.get("ESPRESSO_DISABLE", "0")
+    return f"ESPRESSO_DISABLE={disable}" if disable not in ("", "0") else ""
+
+
 class EspressoState(View):
     """What the hook is given: settings, the model's names, and the session once it has started.
 
@@ -84,8 +90,7 @@ class EspressoState(View):
         self._model: BoundModel | None = None
         self._front: Front | None = None
         self._session: Session | None = None
-        disable = os.environ.get("ESPRESSO_DISABLE", "0")
-        self._off = f"ESPRESSO_DISABLE={disable}" if disable not in ("", "0") else ""
+        self._off = why_off()
         self._leaves = self._closed = False
         self._over = 1.0
         self._pid = os.getpid()
@@ -116,6 +121,11 @@ class EspressoState(View):
                 " DDP alone; train this FSDP model without, with another optimizer than CompressedAdam"
             )
         return self._before_exchange
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
     @property
     def is_joining(self) -> bool:
@@ -335,7 +345,8 @@ class EspressoState(View):
         Example:
             >>> dcp.save({"espresso": state}, checkpoint_id=path)   # doctest: +SKIP
         """
-        if self._session is not None and sys._getframe(1).f_globals.get("__name__") == "accelerate.checkpointing":
+        holds = self._session is not None or self.is_off
+        if holds and sys._getframe(1).f_globals.get("__name__") == "accelerate.checkpointing":
             return self.gather_state_dict()
         return self._saved(resume.place(self._session, self._process_group).parts).to_dict()
 
