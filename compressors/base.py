@@ -232,6 +232,8 @@ class Compressor:
 
     name: ClassVar[str]
     traits: ClassVar[Traits]
+    scheduled: ClassVar[frozenset[str]] = frozenset()
+    """The parameters that a schedule is made of: what differs in no other is the same, at another time."""
 
     def layout(self, segments: Sequence[Segment], dtype: npt.DTypeLike = np.float32) -> Layout:
         """Lay out the payload for these segments; ``dtype`` is float32 or float64."""

@@ -70,6 +70,7 @@ class PowerSgd(BaseCompressor):
     name: ClassVar[str] = "powersgd"
     traits: ClassVar[Traits] = Traits(summable=True, rounds=2)
     algorithm: ClassVar[int] = 16
+    scheduled: ClassVar[frozenset[str]] = frozenset({"start_iter"})
 
     rank: int = 1
     start_iter: int = 10

@@ -197,6 +197,7 @@ class Dgc(Sparsifier):
     name: ClassVar[str] = "dgc"
     traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED, finer="least")
     algorithm: ClassVar[int] = 7
+    scheduled: ClassVar[frozenset[str]] = frozenset({"ratio", "warmup_epochs"})
 
     ratio: float = 0.01
     sample: float = 0.01

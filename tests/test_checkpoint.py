@@ -192,6 +192,9 @@ def test_another_setting_of_what_is_scheduled_is_none_that_was_given():
     """Powersgd is scheduled, since it begins after ten steps."""
     assert to_resume({"a": "powersgd:rank=8"}, ["powersgd:rank=8"]) == {"a": "powersgd:rank=8"}
     assert to_resume({"a": "powersgd:rank=8,start_iter=0"}, ["powersgd:rank=8"]) == {"a": "powersgd:rank=8"}
+    late = "powersgd:rank=8,start_iter=1000"
+    assert to_resume({"a": "powersgd:rank=8"}, [late], step=1000) == {"a": late}
+    assert to_resume({"a": "powersgd:rank=8"}, [late], step=999) is None, "it would be plain from then on"
     assert to_resume({"a": "powersgd:rank=8"}, ["powersgd:rank=1"]) is None
     assert to_resume({"a": "powersgd:rank=16"}, ["powersgd:rank=2", "powersgd:rank=16"]) == {"a": "powersgd:rank=16"}
     warms = "dgc:ratio=0.001,warmup_epochs=4"

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -30,10 +32,11 @@ from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.flight.processors import Delays, Spent
 from espresso.live.figures import _predicted_overlap
-from espresso.live.recorder import Recorder
+from espresso.live.names import named_gradients, tensor_specs
+from espresso.live.recorder import Recorder, _Listening
 from espresso.model.presets import job_from_trace
 from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, Slot, Strategy, TensorSpec, parse_option
-from tests.ddp import SHARDED, Played, agreed, mlp, registered, wrap
+from tests.ddp import ALLGATHER, SHARDED, Played, agreed, mlp, registered, wrap
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (4,)))
 BUCKETS = (Bucket(0, (Slot("a", 0, 8),)), Bucket(1, (Slot("b", 0, 4),)))
@@ -368,6 +371,44 @@ def dropped(rank: int, folder: str) -> tuple[str, int]:
     return flight["facts"]["written"], len(flight["steps"])
 
 
+def given_file(rank: int, folder: str) -> bool:
+    """The strategy of an earlier run, in the folder of this one."""
+    ddp, path = wrap(mlp(20, 300, 5)), Path(folder, "strategy.json")
+    if rank == 0:
+        spec = CompressorSpec.parse("dgc:ratio=0.01,warmup_epochs=2")
+        tensors = tensor_specs(named_gradients(ddp))
+        path.parent.mkdir(parents=True)
+        Strategy.uniform(tensors, Cluster(2, 1), Choice(parse_option(ALLGATHER), spec)).save(path)
+    dist.barrier()
+    before = path.read_bytes()
+    with registered(ddp, strategy=str(path), artifacts_dir=folder) as state:
+        run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 3)
+        assert state.strategy.compresses
+    return path.read_bytes() == before
+
+
+def test_a_signal_has_back_who_had_it_before_whichever_thread_ends_a_job():
+    number, before, told = signal.SIGUSR2, signal.getsignal(signal.SIGUSR2), list[str]()
+    mine = lambda *_: told.append("mine")  # noqa: E731
+    signal.signal(number, mine)
+    try:
+        listening = _Listening()
+        for text in ("first", "second"):
+            write = partial(told.append, text)
+            listening.add(number, write)
+            os.kill(os.getpid(), number)
+            if text == "first":
+                thread = threading.Thread(target=listening.end, args=(number, write))
+                thread.start()
+                thread.join()
+            else:
+                listening.end(number, write)
+        os.kill(os.getpid(), number)
+        assert told == ["first", "second", "mine"]
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("flights"))
@@ -386,7 +427,16 @@ def test_metrics_of_a_strategy_that_nobody_measured_say_nothing_of_its_overlap()
 
 @pytest.fixture(scope="module")
 def played(folder: str) -> Played:
-    scenarios = [plain_here, compressed, observed_here, watched_oddly_here, asked_here, failing_here, dropped_here]
+    scenarios = [
+        plain_here,
+        compressed,
+        observed_here,
+        watched_oddly_here,
+        asked_here,
+        failing_here,
+        dropped_here,
+        given_file_here,
+    ]
     return Played(__name__, scenarios, 2, environment={"FLIGHTS": folder})
 
 
@@ -412,6 +462,14 @@ def failing_here(rank: int) -> str:
 
 def dropped_here(rank: int) -> tuple[str, int]:
     return dropped(rank, os.environ["FLIGHTS"] + "/dropped")
+
+
+def given_file_here(rank: int) -> bool:
+    return given_file(rank, os.environ["FLIGHTS"] + "/given")
+
+
+def test_a_strategy_file_that_was_given_is_left_as_it_is(played: Played) -> None:
+    assert played(given_file_here) == [True, True]
 
 
 def test_a_state_that_nobody_closes_leaves_its_record(played: Played) -> None:

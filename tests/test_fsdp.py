@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -665,10 +666,22 @@ def refused(rank: int) -> dict[str, str]:
         once(torch.ones(5, 4)).backward()
     except espresso.EspressoError as error:
         found["closed"] = str(error)
-    once.zero_grad()
-    again = registered(once)
-    once(torch.ones(5, 4)).backward()
-    again.close()
+    more = shard(Rows())
+    registered(more).close()
+    for off in ("1", "0"):
+        os.environ["ESPRESSO_DISABLE"] = off
+        more.zero_grad()
+        again = registered(more, "none")
+        more(torch.full((5, 4), float(rank))).backward()
+        mine = more.weight.grad.to_local()
+        theirs = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(theirs, mine, group=mesh()["replicate"].get_group())
+        found[f"again {off}"] = str(bool(mine.any()) and torch.equal(*theirs))
+        again.close()
+    with pytest.raises(TypeError, match="eror_budget"):
+        registered(more, eror_budget=2.0)
+    with pytest.raises(espresso.EspressoError, match="is closed"):  # a refusal leaves what says so
+        more(torch.ones(5, 4)).backward()
     return found
 
 
@@ -895,6 +908,7 @@ def test_refusals_name_what_and_what_to_do(played: Played) -> None:
         assert "one dimension of the mesh" in found["mesh"]
         assert f"parameter 'weight' on rank {2 + rank % 2} differs from rank {rank % 2}" in found["apart"]
         assert "is closed" in found["closed"]
+        assert [found[f"again {off}"] for off in ("1", "0")] == ["True", "True"]
         assert (
             found["hybrid_again"] == "ValueError: the model was given fully_shard already: use espresso.fsdp.register"
         )

@@ -72,20 +72,18 @@ class Front:
         self._forget()
         self._units, self._handles = units, list[Any]()
         for unit in units:
-            arrives = partial(self._arrive, unit)
-            arrives.front = self  # type: ignore[attr-defined]
-            unit.hook(arrives)
+            unit.hook(partial(self._arrive, unit), self)
             for parameter in unit.parameters:
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(register(partial(self._place, unit)))
 
     @property
     def is_over(self) -> bool:
-        """Whether the state was closed. Its hooks stay, and raise, until the model is registered again."""
+        """As :class:`espresso.fsdp.private.Owner`: its hooks raise."""
         return self._state.is_closed
 
     def leave(self) -> None:
-        """Take the hooks off."""
+        """As :class:`espresso.fsdp.private.Owner`."""
         for unit in self._units:
             unit.hook(None)
         for handle in self._handles:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,32 @@ TRIED = ("2.13", "2.14")
 """Versions of PyTorch that the tests ran with."""
 
 Hook = Callable[[torch.Tensor], None]
+
+
+class Owner(Protocol):
+    """Whose hooks a model has."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether they only say that it was closed, until the model is registered again."""
+        ...
+
+    def leave(self) -> None:
+        """Take them off."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Owned:
+    call: Hook
+    owner: Owner | None
+
+    def __call__(self, flat: torch.Tensor) -> None:
+        self.call(flat)
+
+
+def _owner_of(group: Any) -> Owner | None:
+    return getattr(group._all_reduce_hook, "owner", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +78,15 @@ class Unit:
         """Whether ``set_requires_all_reduce(False)`` was said: reduce over shards, wait with the replicas."""
         return not self._group.all_reduce_grads
 
-    def hook(self, call: Hook | None) -> None:
+    def hook(self, call: Hook | None, owner: Owner | None = None) -> None:
         """Have FSDP call this with the flat gradient, once it is summed over shards (None: nothing more)."""
-        self._group._all_reduce_hook = call
+        self._group._all_reduce_hook = None if call is None else _Owned(call, owner)
+
+    def free(self) -> None:
+        """Take off what a closed state has left."""
+        owner = _owner_of(self._group)
+        if owner is not None:
+            owner.leave()
 
 
 def units_of(model: torch.nn.Module) -> list[Unit]:
@@ -134,10 +166,9 @@ def _check(where: str, group: Any) -> None:
             f"{where} was given {what}, so that PyTorch averages over the replicas itself before anybody could"
             f" compress: {remedy}"
         )
-    front = getattr(group._all_reduce_hook, "front", None)
-    if front is not None and front.is_over:
-        front.leave()
-    if group._all_reduce_hook is not None:
+    owner = _owner_of(group)
+    is_left = owner is not None and owner.is_over
+    if group._all_reduce_hook is not None and not is_left:
         raise UnsupportedModelError(
             f"{where} has an all-reduce hook already; register once, and set no other with set_all_reduce_hook"
         )
@@ -153,7 +184,7 @@ def _check(where: str, group: Any) -> None:
             )
         if each.offload_to_cpu and group.device.type != "cpu":
             raise UnsupportedModelError(f"{where} offloads its gradients to the CPU (CPUOffloadPolicy); leave them")
-        if getattr(each.sharded_param, "_post_accumulate_grad_hooks", None):
+        if getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) and not is_left:
             raise UnsupportedModelError(
                 f"{where} has hooks on its parameters that run as soon as a gradient is there"
                 " (register_post_accumulate_grad_hook, an optimizer in backward), and by then it is not averaged over"

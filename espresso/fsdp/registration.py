@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -68,15 +71,20 @@ def register(
     bound = _bind(model, units)
     _check_groups(group, units[0].shards)
     state = EspressoState(compressor, _of_shards(compressor, strategy, bound.wholes), group, grad_scaler, **config)
+    if isinstance(strategy, str | os.PathLike) and strategy != AUTO:
+        state.came_from(Path(strategy))
     if state.is_off:
         stay_away(units[0].shards)
         stay_away(group)
         for unit in units:
-            unit.hook(partial(_average, group))
+            unit.free()
+            unit.hook(partial(_average, group), _Native(state, unit))
         return state
     state.bind(bound).start()
     try:
         state.check_replicas()
+        for unit in units:
+            unit.free()
         Front(state, units, dict(bound.names))
     except BaseException:
         state.close()
@@ -156,6 +164,21 @@ def _of_shards(compressor: CompressorLike, strategy: StrategyLike, wholes: tuple
         return found.over(tensors)
 
     return make
+
+
+@dataclass(frozen=True)
+class _Native:
+    """What averages where espresso is off."""
+
+    state: EspressoState
+    unit: Unit
+
+    @property
+    def is_over(self) -> bool:
+        return self.state.is_closed
+
+    def leave(self) -> None:
+        self.unit.hook(None)
 
 
 def _average(group: dist.ProcessGroup, flat: torch.Tensor) -> None:

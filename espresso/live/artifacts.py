@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -26,8 +26,8 @@ _JOB_PATH = "ESPRESSO_JOB_PATH"
 _MODELS: dict[Path, weakref.WeakKeyDictionary[torch.nn.Module, int]] = {}
 """Models of this process that leave files at a place, each with a number of its own."""
 
-_NUMBERS: dict[Path, Iterator[int]] = {}
-"""That no model had yet: what one has left that is gone stays as it is."""
+_NUMBERS: dict[Path, set[int]] = {}
+"""That some model has had: what one has left that is gone stays as it is."""
 
 
 def own_folder(directory: str | os.PathLike[str] | None, model: torch.nn.Module | None, groups: Groups) -> Path | None:
@@ -40,6 +40,7 @@ def own_folder(directory: str | os.PathLike[str] | None, model: torch.nn.Module 
         return None
     if model is not None:
         _MODELS[Path(directory).absolute()][model] = number
+        _NUMBERS[Path(directory).absolute()].add(number)
     return Path(directory, *[str(number)] * (number > 1))
 
 
@@ -48,7 +49,9 @@ def _number(place: Path, model: torch.nn.Module | None) -> int:
     if model is None:
         return 1
     if model not in models:
-        models[model] = next(_NUMBERS.setdefault(place.absolute(), count(1)))
+        had = _NUMBERS.setdefault(place.absolute(), set())
+        models[model] = next(number for number in count(1) if number not in had)
+        had.add(models[model])
     return models[model]
 
 
@@ -84,14 +87,7 @@ class Artifacts:
         """``strategy.json``: what is in use since it was decided."""
         if strategy is not self._strategy:
             self._strategy = strategy
-            self._write("strategy.json", self._save(strategy))
-
-    def _save(self, strategy: Strategy) -> Callable[[Path], object]:
-        def save(path: Path) -> None:
-            if self._source is None or path.resolve() != self._source.resolve():
-                strategy.save(path)
-
-        return save
+            self._write("strategy.json", strategy.save)
 
     def history(self, rows: Sequence[dict[str, Any]]) -> None:
         """``history.json``: what was decided when, as a trace that Perfetto opens."""
@@ -102,7 +98,9 @@ class Artifacts:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            save(self._directory / name)
+            path = self._directory / name
+            if self._source is None or path.resolve() != self._source.resolve():
+                save(path)
         except OSError as error:
             if not self._has_warned:
                 logger.warning("artifacts_dir cannot be written to (%s); training goes on without", error)

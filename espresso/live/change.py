@@ -23,6 +23,10 @@ SEVERE = math.log(1.3)
 """How far a step has moved, as a logarithm, where more is tried, and sooner."""
 
 
+SLIGHT = math.log(1.5)
+"""What else moved by less than this, where a link is to blame, may be one moment's disturbance."""
+
+
 class Cause(StrEnum):
     """What changed."""
 
@@ -74,6 +78,7 @@ class Change:
         exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
         hidden_us: what it may save although it takes as long as before: where the link is faster, what encoding takes.
         came_home: an earlier change was over before, so that what was measured for that holds no longer.
+        again: told once more, right after somebody looked and found the link as it was.
     """
 
     findings: tuple[Finding, ...]
@@ -83,6 +88,7 @@ class Change:
     exposed_us: float = math.inf
     hidden_us: float = 0.0
     came_home: bool = False
+    again: bool = False
 
     @property
     def at_stake_us(self) -> float:
@@ -112,6 +118,15 @@ class Change:
     def is_over_budget(self) -> bool:
         """Whether the strategy in use owes more than it may, and has to go however fast it is."""
         return self.ratio(Cause.OWED) is not None
+
+    @property
+    def blames_link(self) -> bool:
+        """Whether nearly all is laid to a link that is slower: then what it takes says whether that is so.
+
+        A machine that was busy for a moment looks the same, and a turn takes as long as a hundred short steps.
+        """
+        others = [each.ratio for each in self.findings if each.cause is not Cause.LINK]
+        return (self.ratio(Cause.LINK) or 0.0) > URGENT and all(abs(math.log(ratio)) < SLIGHT for ratio in others)
 
     @property
     def is_severe(self) -> bool:

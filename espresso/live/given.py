@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class Given:
         if not isinstance(made, Strategy):
             raise TypeError(f"the strategy's function must return a Strategy, got {made!r:.80} ({type(made).__name__})")
         check_choices(made)
-        return Given(self.compressors, made)
+        return replace(self, strategy=made)
 
     @property
     def specs(self) -> set[CompressorSpec]:

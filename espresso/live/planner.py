@@ -36,6 +36,9 @@ from espresso.strategies import Strategy, plan
 logger = logging.getLogger("espresso")
 
 
+AGAIN_STEPS = 40
+"""A change that is told again within so many steps is no disturbance."""
+
 LAID_ANEW = 2
 """Steps until buckets that are laid anew are what they will be: DDP orders them by use after the first."""
 
@@ -113,7 +116,7 @@ class AutoPlanner:
         self._has_tried = False
         self._over = 0.0
         self._candidates: list[Candidate] = []
-        self._restarts = 0
+        self._restarts, self._passed_at = 0, -AGAIN_STEPS
         self._again = False
         self.verdict: Verdict | None = None
         self.watch = Watch(groups) if adapt and not profile_only else None
@@ -458,13 +461,22 @@ class AutoPlanner:
         if self._search.job is None or not self._observed:
             self._measure_first()
             return
+        came_home = self.watch is not None and self.watch.came_home
+        asked = replace(change, again=step - self._passed_at < AGAIN_STEPS, came_home=came_home)
         with torch.profiler.record_function("espresso::measure and search again"):
             # What owes too much says nothing of links.
-            moved = Moved(1.0, 0.0) if change.is_over_budget else self._revised(change)
+            moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(asked)
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
             change = change.with_link(moved.link)
-            if moved.most < TELLING and not change.is_severe and not change.is_over_budget:
-                self._end_turn(Turn(change, step, began_ns, is_second), None, step, "nothing has moved much")
+            turn = Turn(change, step, began_ns, is_second)
+            nothing = moved.most < TELLING and not change.is_over_budget
+            if nothing and change.is_severe and asked.blames_link and not asked.again:
+                self._let_pass(turn, step)
+                return
+            if self.watch is not None and not change.is_over_budget:
+                self.watch.came_home = False
+            if nothing and not change.is_severe:
+                self._end_turn(turn, None, step, "nothing has moved much")
                 return
             found = self._found()
         kept = self._winner.assignment
@@ -473,7 +485,6 @@ class AutoPlanner:
         told = self._groups.everywhere((same, figures))
         same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
         plain_us, ours_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
-        turn = Turn(change, step, began_ns, is_second)
         if not change.is_over_budget:
             turn = replace(turn, in_use=Arm(now, replace(kept, drain=kept.strategy.compresses)), predicted_us=ours_us)
         self._turn, fresh = turn, fresh_of(turn, found, same, now)
@@ -491,12 +502,15 @@ class AutoPlanner:
         self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
-    def _revised(self, change: Change) -> Moved:
-        """Measure again; also what changed and was over before this."""
-        came_home = False
+    def _let_pass(self, turn: Turn, step: int) -> None:
+        """The link is as it was: a disturbance, unless it is told again at once, against the same baseline."""
+        spent_us = max(0.0, *self._groups.everywhere((time.perf_counter_ns() - turn.began_ns) / 1e3))
+        self._patience.took(step, spent_us, brought=False)
+        self.probed_us += spent_us
+        self._passed_at = step
         if self.watch is not None:
-            came_home, self.watch.came_home = self.watch.came_home, False
-        return self._search.revise(replace(change, came_home=came_home))
+            self.watch.forgive()
+        self._note(step, Event.KEPT, "the link is as it was", turn.began_ns)
 
     def _measure_first(self) -> None:
         """A resumed job, which was never measured here, decides as a new one."""

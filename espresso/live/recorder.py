@@ -69,8 +69,10 @@ class _Listening:
             write()
 
     def add(self, number: int, write: Callable[[], None]) -> None:
-        if not self._writes:
-            self._before = signal.signal(number, self)
+        before = signal.getsignal(number)
+        if before is not self:
+            self._before = before
+            signal.signal(number, self)
         self._writes.append(write)
 
     def end(self, number: int, write: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from espresso.comm.meeting import stay_away
 from espresso.live.artifacts import measures_nothing
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
+from espresso.live.names import BoundModel
 from espresso.live.script import Scaler
 from espresso.live.state import EspressoState, why_off
 
@@ -50,26 +51,29 @@ def register(
         why = why_off() or ("one process without DDP" if _is_alone() else "")
         if why:
             measures_nothing(f"espresso is off ({why})" if why_off() else why)
-            return EspressoState(compressor, strategy, None, grad_scaler, **config).turn_off(why)
+            state = EspressoState(compressor, strategy, None, grad_scaler, **config)
+            with suppress(EspressoError, ValueError, TypeError):  # so that a checkpoint says of which model it is
+                state.bind(BoundModel.of(ddp_model))
+            return state.turn_off(why)
         is_sharded = any(each.__name__ == "FSDPModule" for each in type(ddp_model).__mro__)
         remedy = "use espresso.fsdp.register" if is_sharded else "wrap the model in DistributedDataParallel first"
         raise TypeError(
             f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__}; {remedy}"
         )
-    group = ddp_model.process_group if process_group is None else process_group
-    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
-    if state.is_off:
-        with suppress(EspressoError, ValueError, TypeError):  # of what espresso refuses its checkpoint does not speak
-            state.bind(ddp_model)
-        stay_away(group)
-        measures_nothing(f"espresso is off ({why_off()})")
-        return state
     hooks = getattr(ddp_model, "_comm_hooks", ())
-    if hooks:
+    if hooks and not why_off():
         raise UnsupportedModelError(
             f"this model has a communication hook already ({hooks[0][0].__name__}), and DDP takes one for its life:"
             " register once, or wrap the model in DistributedDataParallel anew"
         )
+    group = ddp_model.process_group if process_group is None else process_group
+    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
+    if state.is_off:
+        with suppress(EspressoError, ValueError, TypeError):
+            state.bind(ddp_model)
+        stay_away(group)
+        measures_nothing(f"espresso is off ({why_off()})")
+        return state
     state.bind(ddp_model).start()
     try:
         ddp_model.register_comm_hook(state, espresso_hook)

@@ -9,7 +9,7 @@ from statistics import median
 
 from espresso.comm.groups import Groups
 from espresso.live.candidates import Moved
-from espresso.live.change import Cause, Change
+from espresso.live.change import TELLING, Cause, Change
 from espresso.live.points import at_rate, rising
 from espresso.live.profiler import Place, cores_taken, measure_burst, time_behind
 from espresso.model.bucket_caps import in_buckets
@@ -76,22 +76,26 @@ class Remeasured:
 
     def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
         """The job with the costs of what changed measured again. Collective: all ranks call it together."""
-        were = self._scale, self._codec
+        were, given = (self._scale, self._codec), job
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
         scale = self.scale(change)
         if compute is not None or change.came_home:
             self._scale = scale
             job = with_compute(job, self._first, scale)
+        # A core that somebody else uses slows encoders as well, whether or not any runs now.
+        if change.ratio(Cause.COMPUTE) is not None or change.came_home:
+            self._codec = max(1.0, min(scale, MOST_CODEC))
         codec = change.ratio(Cause.ENCODERS)
         if codec is not None:
             self._codec = max(1 / MOST_CODEC, min(self._codec * codec, MOST_CODEC))
-        elif change.ratio(Cause.COMPUTE) is not None or change.came_home:
-            # A core that somebody else uses slows encoders as well, whether or not any runs now.
-            self._codec = max(1.0, min(scale, MOST_CODEC))
         job = _with_codecs(job, self._first, self._codec)
         # Always: a change of the link may have gone unseen in an earlier turn, or behind what else changed.
-        probes = probe(groups, place, job.costs.links)
-        of_links = _link_ratios(job.costs.links, probes)
+        probes = probe(groups, place, given.costs.links)
+        of_links = _link_ratios(given.costs.links, probes)
+        as_before = bool(of_links) and all(abs(math.log(ratio)) < TELLING for ratio in of_links)
+        if as_before and change.blames_link and not change.again:
+            (self._scale, self._codec), self.moved = were, Moved(1.0, 0.0)
+            return given
         others = [now / was for now, was in zip((self._scale, self._codec), were, strict=True)]
         most = max(abs(math.log(ratio)) for ratio in (*of_links, *others))
         self.moved = Moved(max(of_links, default=1.0), most)

@@ -13,7 +13,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import Loan
 from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors import create
-from espresso.compressors.schedule import LAST, Schedule, translate
+from espresso.compressors.schedule import Schedule, translate
 from espresso.live.checkpoint import Checkpoint, Found
 from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
@@ -174,6 +174,9 @@ def _to_resume(session: Session, found: Found, checkpoint: Checkpoint) -> Strate
     now = {spec: _as_given(session, spec, checkpoint) for spec in strategy.compressors - {NONE}}
     strategy = translate(strategy, {spec: one for spec, one in now.items() if one is not None})
     why = _why_not(session, strategy, [spec for spec, one in now.items() if one is None])
+    in_force = session.follower.following(Schedule(strategy.compressors), checkpoint.step, checkpoint.epoch).in_force
+    if NONE in in_force.values():
+        why = why or "a compressor of it begins later now"
     if why:
         if groups.speaks:
             logger.warning("the checkpoint's strategy is not resumed, automatic mode decides anew: %s", why)
@@ -204,13 +207,11 @@ def _why_not(session: Session, strategy: Strategy, gone: Sequence[CompressorSpec
 
 
 def _differ_in_time(scheduled: CompressorSpec, spec: CompressorSpec) -> bool:
-    """Whether two specs are the same but for what the schedule of the first one moves, and what owes less."""
-    schedule, compressor = Schedule([scheduled]), create(scheduled)
-    first, last = schedule.in_force(0, schedule.start_step)[scheduled], schedule.in_force(LAST, LAST)[scheduled]
-    given, other, begins, ends = (create(one).params() for one in (scheduled, spec, first, last))
-    moved = {name for name in {*given, *begins, *ends} if not given.get(name) == begins.get(name) == ends.get(name)}
+    """Whether two specs are the same but for what a schedule moves, and what owes less."""
+    compressor = create(scheduled)
+    given, other = compressor.params(), create(spec).params()
     apart = {name for name in {*given, *other} if given.get(name) != other.get(name)}
-    return apart <= moved | {compressor.traits.finer, "residual_dtype", "start_iter"}
+    return apart <= compressor.scheduled | {compressor.traits.finer, "residual_dtype"}
 
 
 def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) -> CompressorSpec | None:

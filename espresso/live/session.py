@@ -102,7 +102,7 @@ class Session:
         scale: LossScale,
         epoch: int | None,
     ) -> None:
-        self.config, self.model, self.scale = config, model, scale
+        self.config, self.model, self.scale, self._pid = config, model, scale, os.getpid()
         self.lay_buckets: Callable[[float], bool] = lambda cap: False
         self.runtime: Runtime = runtime_of(model.device)
         client = connected()
@@ -459,8 +459,9 @@ class Session:
             undo.push(self._tell_why)
             self._make_kernels(strategy.compressors).compile(self._prepare_servers)
         if decides_on and isinstance(self.decider, AutoPlanner):
-            # What is given may come into force later, whatever was chosen by then.
-            self.follower = self.follower.following(self.follower.schedule.also(strategy.compressors), step, epoch)
+            # What is given may come into force later, whatever was chosen by then; all shards follow the same.
+            known = {choice.compressor for choice in strategy.known.values()}
+            self.follower = self.follower.following(self.follower.schedule.also(known), step, epoch)
             self.decider.resume(translate(strategy, self.follower.in_force), self.follower.in_force)
         else:
             self.follower = self.follower.following(schedule, step, epoch)
@@ -527,7 +528,12 @@ class Session:
         return all(each.is_told for each in waiting)
 
     def abandon(self) -> None:
-        """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""
+        """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for.
+
+        A process that was forked since leaves them to the one that trains.
+        """
+        if os.getpid() != self._pid:
+            return
         self.observer.detach()
         self._guard.remove()
         self.recording.detach()

@@ -12,7 +12,9 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 import torch
@@ -151,6 +153,10 @@ class EspressoState(View):
         if self._front is None:
             self._off = ""  # nobody else averages what another front hands over
         return self
+
+    def came_from(self, source: Path) -> None:
+        """The file of the strategy that was given, where a front has read it: it is left as it is."""
+        self._given = replace(self._given, source=source)
 
     def turn_off(self, why: str) -> EspressoState:
         """Average as plain DDP does, from the start."""
@@ -396,6 +402,7 @@ class EspressoState(View):
         given: Given = state["given"]
         strategy = AUTO if given.strategy is None else given.strategy
         self.__init__(given.compressors, strategy)  # type: ignore[misc]
+        self._given = replace(self._given, source=given.source)
         self.config = state["config"]
         if state["state"] is not None:
             self.load_state_dict(state["state"])
