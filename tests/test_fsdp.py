@@ -668,7 +668,7 @@ def refused(rank: int) -> dict[str, str]:
         found["closed"] = str(error)
     more = shard(Rows())
     registered(more).close()
-    for off in ("1", "0"):
+    for number, off in enumerate(("0", "1", "0")):
         os.environ["ESPRESSO_DISABLE"] = off
         more.zero_grad()
         again = registered(more, "none")
@@ -676,8 +676,9 @@ def refused(rank: int) -> dict[str, str]:
         mine = more.weight.grad.to_local()
         theirs = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(theirs, mine, group=mesh()["replicate"].get_group())
-        found[f"again {off}"] = str(bool(mine.any()) and torch.equal(*theirs))
+        found[f"again {number}"] = str(bool(mine.any()) and torch.equal(*theirs))
         again.close()
+    found["hooks"] = str(len(more.weight._post_accumulate_grad_hooks or ()))
     with pytest.raises(TypeError, match="eror_budget"):
         registered(more, eror_budget=2.0)
     with pytest.raises(espresso.EspressoError, match="is closed"):  # a refusal leaves what says so
@@ -908,7 +909,8 @@ def test_refusals_name_what_and_what_to_do(played: Played) -> None:
         assert "one dimension of the mesh" in found["mesh"]
         assert f"parameter 'weight' on rank {2 + rank % 2} differs from rank {rank % 2}" in found["apart"]
         assert "is closed" in found["closed"]
-        assert [found[f"again {off}"] for off in ("1", "0")] == ["True", "True"]
+        assert [found[f"again {number}"] for number in range(3)] == ["True"] * 3
+        assert found["hooks"] == "1", "the last one's, who says that it is closed"
         assert (
             found["hybrid_again"] == "ValueError: the model was given fully_shard already: use espresso.fsdp.register"
         )

@@ -103,8 +103,7 @@ def _exchange_numbers(
 
     def reduce_scatter() -> Rest:
         parts = [whole()[low:high] for low, high in shards]
-        # All are rounded, our own too, which is added up over.
-        outgoing = [part.to(travels, copy=True) for part in parts] if halves else parts
+        outgoing = [part.to(travels) for part in parts] if halves else parts  # all are rounded, our own too
         rest = collectives.all_to_all(outgoing, received, member)
 
         def add_up() -> None:
