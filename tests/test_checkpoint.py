@@ -129,9 +129,10 @@ def test_a_job_saved_while_profiling_decides_after_resuming(played):
 
 def test_a_job_that_is_resumed_while_ratios_warm_up_decides_again_when_they_change(played):
     for rows, ran in played(resumed_while_it_warms_up):
-        assert rows[0] == ("decided", "resumed")
-        assert len(rows) > 1
-        assert all(event == "decided" and name != "resumed" for event, name in rows[1:])
+        first_name, *names = (name for event, name in rows if event == "decided")  # a busy machine may change, too
+        assert first_name == "resumed"
+        assert names
+        assert "resumed" not in names
         assert ["warmup_epochs" in spec for spec in ran] == [False, False]
         first, last = (CompressorSpec.parse(spec) for spec in ran)
         assert dict(last.params)["ratio"] == 0.02 < dict(first.params)["ratio"]
