@@ -637,6 +637,22 @@ def test_what_was_measured_for_a_change_that_is_over_does_not_stay(monkeypatch):
     assert [each.points for each in after.costs.compute] == [each.points for each in job.costs.compute]
 
 
+def test_the_turn_after_a_change_that_was_over_before_it_is_told_so():
+    world = World(plain_us=60_000, noise=0.002)
+    planner = planner_of(world)
+    now = run(world, planner, range(200), {})
+    step = 200
+    for compute in (3.0, 1.0):  # it comes, and goes without a turn
+        world.compute = compute
+        now, step = run(world, planner, range(step, step + 100), {}, now), step + 100
+    assert len(world.changes) == 1
+    assert planner.watch.came_home
+    world.plain_us = 1_200_000
+    run(world, planner, range(step, step + WITHIN), {}, now)
+    assert [change.came_home for change in world.changes[:2]] == [False, True]
+    assert not planner.watch.came_home
+
+
 def test_the_history_is_a_trace(tmp_path):
     import json
 

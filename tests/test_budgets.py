@@ -536,6 +536,15 @@ def test_what_is_forced_leaves_less_of_the_budget_to_the_others():
         replan(job, found.strategy, terms=tight, sensitivity=owed, payload=tenth)
 
 
+def test_what_travels_as_fp16_inside_a_node_is_not_gone_on_with():
+    """No budget counts what that rounds away; an older strategy may have it."""
+    job = job_from_trace("lstm", 2, 2, "pcie-25g", servers=2)
+    halved = Choice(parse_option("intra.reduce_scatter:fp16 > inter.push > sum@server > inter.pull > intra.allgather"))
+    assert not Constraints().allows(halved)
+    found = replan(job, Strategy.uniform(job.tensors, job.cluster, halved))
+    assert not any(choice.option.halves for choice in found.strategy.choices.values())
+
+
 @pytest.mark.parametrize("sizes", [(30_000, 10_000), (10_000, 30_000)])
 def test_a_certificate_knows_that_exact_and_free_tensors_may_be_exchanged_together(sizes):
     """Of a bucket both take one exchange where they take the same option, and pay for its start once."""

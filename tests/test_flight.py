@@ -389,8 +389,7 @@ def given_file(rank: int, folder: str) -> bool:
 
 def test_a_signal_has_back_who_had_it_before_whichever_thread_ends_a_job():
     number, before, told = signal.SIGUSR2, signal.getsignal(signal.SIGUSR2), list[str]()
-    mine = lambda *_: told.append("mine")  # noqa: E731
-    signal.signal(number, mine)
+    signal.signal(number, lambda *_: told.append("mine"))
     try:
         listening = _Listening()
         for text in ("first", "second"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -94,8 +95,7 @@ def gains_beside(rank: int, momenta: tuple[float | None, ...]) -> list[tuple[flo
         told.append(settings["gain"])
         return made(**settings)
 
-    servers_program.Key = key  # type: ignore[misc, assignment]
-    try:
+    with patch.object(servers_program, "Key", key):
         for momentum in momenta:
             exchange.renew(gain=None)
             strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, "efsignsgd:raw_below=8"))
@@ -106,8 +106,6 @@ def gains_beside(rank: int, momenta: tuple[float | None, ...]) -> list[tuple[flo
             (here,), (there,) = {each.gain for each in exchange.store.live}, set(told)
             found.append((here, there))
             told.clear()
-    finally:
-        servers_program.Key = made  # type: ignore[misc]
     return found
 
 

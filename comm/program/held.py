@@ -184,8 +184,10 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
         return Kept()
     residual = velocity = correction = None
     if part.keeps_residual:
-        kept_as = {"gain": gain_of(part), "storage": part.choice.compressor.residual_dtype}
-        residual = _new(part, part.context.store, flow.before.region, flow.site, memory, **kept_as)
+        residual = _new(
+            part, part.context.store, flow.before.region, flow.site, memory,
+            gain=gain_of(part), storage=part.choice.compressor.residual_dtype,
+        )  # fmt: skip
     if velocities is not None and part.is_first(index):
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)

@@ -37,7 +37,7 @@ from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
-from espresso.model.job import Job, JobError
+from espresso.model.job import MOMENTUM, SENSITIVITY, Job, JobError
 from espresso.model.timeline import first_come
 from espresso.search.error_budget import Sensitivity, measure_sensitivity, normal_sensitivity, owed_by
 from espresso.search.settle import finer, racers
@@ -312,8 +312,6 @@ class OnlineSearch:
 
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
-        from espresso.model.job import MOMENTUM, SENSITIVITY
-
         wanted, momentum = self._wanted(), self.momentum()
         fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
         if fresh:

@@ -115,8 +115,7 @@ class Ledger:
             raise JobError("an error budget needs to know what compressors owe: give a sensitivity")
         self.budgets, self._cluster, self._kept_as = budgets, cluster, (storage, transactional)
         self._numel = {tensor.name: tensor.numel for tensor in tensors}
-        # Where residuals are kept in full, those of wide numbers are as wide.
-        self._words = {t.name: t.numel * max(DTYPES[t.dtype] // 4, 1) for t in tensors}
+        self._words = {tensor.name: tensor.numel * _words(tensor.dtype) for tensor in tensors}
         self._known = {NONE, *map(_owes_as, specs)} if sensitivity is not None else set()
         total = sum(self._numel.values()) or 1
         self._squares: dict[CompressorSpec, dict[str, float]] = {} if sensitivity is None else {
@@ -218,6 +217,11 @@ class Ledger:
         return fits and (self.budgets.error == math.inf or squared <= self.budgets.error**2 * slack)
 
 
+def _words(dtype: str) -> int:
+    """Numbers of the usual width in one of a residual that is kept in full: those of wide gradients are as wide."""
+    return max(DTYPES[dtype] // 4, 1)
+
+
 def bytes_kept(spec: CompressorSpec, storage: str, transactional: bool) -> float:
     """What an element of a compressor's residual takes in a job that keeps them so."""
     return BYTES_KEPT[spec.residual_dtype or storage] * (2 if transactional else 1)
@@ -301,6 +305,6 @@ def residual_bytes(plan: Plan, rank: int, storage: str, transactional: bool) -> 
             runs = group.segments(part.start + start, part.start + stop)
             elements = sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
             if (group.choice.compressor.residual_dtype or storage) == RESIDUAL_DTYPES[0]:
-                elements *= max(DTYPES[group.dtype] // 4, 1)
+                elements *= _words(group.dtype)
             total += elements * bytes_kept(group.choice.compressor, storage, transactional)
     return total
