@@ -18,9 +18,10 @@ from espresso.comm.parameter_server.join import ServerSettings, assign_roles
 from espresso.comm.parameter_server.places import Bearing, balance, place
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
 from espresso.comm.parameter_server.server import Server
-from espresso.comm.parameter_server.sums import Slots
+from espresso.comm.parameter_server.sums import KeySum, Slots
 from espresso.comm.parameter_server.transport import Deadline, GlooTransport, wait_for
-from espresso.comm.parameter_server.wire import Flag, Header, Held, Key, Op
+from espresso.comm.parameter_server.wire import Flag, Header, Held, Key, Op, Stretch
+from espresso.compressors import create
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.live.codecs import HostCodecs
 from espresso.live.server_profile import raw_keys
@@ -42,6 +43,20 @@ def test_roles():
     assert assign_roles([*nodes[:3], ("c",), ("a",)], ServerSettings(servers=2)).servers == (4, 3)
     with pytest.raises(ValueError, match="or both"):
         ServerSettings()
+
+
+@pytest.mark.parametrize(("of_job", "used"), [(None, 0.25), (1.0, 1.0)])
+def test_a_server_gives_back_as_much_as_its_key_says_unless_the_job_does(of_job, used):
+    spec, numel = CompressorSpec.parse("efsignsgd:raw_below=8"), 512
+    size = create(spec).layout([Segment("w", 0, numel)], np.float32).num_bytes
+    key = Key(
+        1, 0, (0, 1), (Stretch("w", 0, numel),), "float32", spec, True, True, True, False, size, size, 0, 0, gain=0.25
+    )
+    codecs = HostCodecs(1)
+    summed = KeySum(key, codecs, ResidualStore(gain=of_job), 0, 0)
+    assert summed.residual is not None
+    assert summed.residual.gain == used
+    codecs.close()
 
 
 def test_balance_is_even_in_bytes_and_counts_what_is_there():
