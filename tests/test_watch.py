@@ -174,6 +174,28 @@ def test_short_steps_have_longer_windows_unless_the_next_may_raise_an_alarm():
     assert told == [(LONG_WINDOW, None)] * 6 + [(WINDOW, None), (WINDOW, WINDOW + 5 * LONG_WINDOW + 1)]
 
 
+def test_what_no_link_is_to_blame_for_has_to_last_where_waiting_costs_less_than_a_look():
+    normal = Vitals(4e3, 3e3, 500.0, 500.0, 500.0)
+    busy, far = scaled(normal, step=2, compute=2.3), scaled(normal, step=2, tail=9, wire=9)
+
+    def alarms(*windows: Vitals, times: float = 1.0) -> list[bool]:
+        watch = Watch(Nobody())
+        rows = [scaled(each, **dict.fromkeys(Vitals._fields, times)) for each in [normal] * 8 + [*windows]]
+        return [watch.test(4 * number, (row, row)) is not None for number, row in enumerate(rows)][8:]
+
+    assert alarms(*[busy] * 4) == [False, False, False, True]
+    assert alarms(*[far] * 2) == [False, True]
+    assert alarms(*[busy] * 2, times=10) == [False, True]  # steps of 40 ms: two windows more cost more
+    assert not any(alarms(*[busy] * 3, *[normal] * 8, *[busy] * 2))
+
+
+def test_a_window_as_ever_raises_no_alarm_whatever_was_before():
+    stream = Stream()
+    for _ in range(8):
+        stream.learn(0.0)
+    assert [stream.take(math.log(value)) for value in (3, 3, 1, 3)] == [False, True, False, True]
+
+
 def false_alarms(windows: int, disturbed: float, seed: int, spread: float = 0.1) -> int:
     """Alarms of one stream on windows that are normal, but for a part that is anywhere."""
     random, stream, alarms = np.random.default_rng(seed), Stream(), 0

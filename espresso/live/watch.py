@@ -55,8 +55,10 @@ FEW, MANY = 4, 16
 NEGLIGIBLE, LEAST_US = 0.03, 500.0
 """A part of a step, and a time, below which times count as equal."""
 
-LOOK_US = 200_000.0
-"""If a window's steps take ``URGENT`` times longer, and all in all so much, nobody waits for a second one."""
+LOOK_US, LASTS = 200_000.0, 2
+"""What a look costs. If a window's steps take ``URGENT`` times longer, and all in all so much, nobody waits for a second
+one; where no link is to blame, and so many more windows take less, those are waited for.
+"""
 
 MOST_HOMES = 8
 """Conditions in which the strategy in use has stood its test."""
@@ -138,7 +140,7 @@ class Stream:
         """Take a window; whether it raises the alarm."""
         score = self.score(value)
         self._sums = [max(total + sign * score - SLACK, 0.0) for total, sign in zip(self._sums, (1, -1), strict=True)]
-        return max(self._sums) >= ALARM
+        return max(self._sums) >= ALARM and abs(score) > SLACK  # a window that is as ever raises none
 
     def learn(self, value: float) -> None:
         """Take a window into the baseline."""
@@ -196,6 +198,7 @@ class Watch:
         self._gathering: tuple[int, Gathering] | None = None
         self.sounding: Gathering | None = None
         self.length = WINDOW
+        self._alarms = 0  # windows in a row that were waited for
         self._before: list[tuple[Vitals, ...]] = []  # the windows of the baseline
         # What is out of the way, and then back, is noise, and belongs to the baseline as well.
         self._pending: list[tuple[int, dict[str, float], tuple[Vitals, ...]]] = []
@@ -260,7 +263,8 @@ class Watch:
         self.length = LONG_WINDOW if step_us < SHORT_STEP_US and not is_near else WINDOW
         self._pending = [*self._pending[1 - MANY :], (first, values, rows)]
         if is_urgent or any(alarms):
-            return None if self._comes_home(rows) else self._explain()
+            return None if self._comes_home(rows) else self._that_lasts(self._explain())
+        self._alarms = 0
         if all(stream.is_quiet for stream in self._streams.values()):
             for _, known, theirs in self._pending:
                 self._before = [*self._before, theirs][:MANY]
@@ -271,6 +275,17 @@ class Watch:
                 self._homes.append(_middle(self._before))
                 self._stands = False
         return None
+
+    def _that_lasts(self, change: Change) -> Change | None:
+        """What a machine does for a moment shows in compute or encoding: where that is less dear than a look, it has
+        to last.
+        """
+        before_us, now_us = change.step_us
+        wait_us = (LASTS - self._alarms) * self.length * (now_us - before_us)
+        if change.ratio(Cause.LINK) is None and self._alarms < LASTS and wait_us < LOOK_US:
+            self._alarms += 1
+            return None
+        return change
 
     def _comes_home(self, rows: tuple[Vitals, ...]) -> bool:
         """Whether all is again as it was when the strategy in use stood its test; then it is watched against that."""
@@ -308,7 +323,7 @@ class Watch:
 
     def forgive(self) -> None:
         """Nothing is done about what was found: go on against the same baseline."""
-        self._pending = []
+        self._pending, self._alarms = [], 0
         for stream in self._streams.values():
             stream.forgive()
 
