@@ -56,8 +56,8 @@ NEGLIGIBLE, LEAST_US = 0.03, 500.0
 """A part of a step, and a time, below which times count as equal."""
 
 LOOK_US, LASTS = 200_000.0, 2
-"""What a look costs. If a window's steps take ``URGENT`` times longer, and all in all so much, nobody waits for a second
-one; where no link is to blame, and so many more windows take less, those are waited for.
+"""What a look costs. If a window's steps take ``URGENT`` times longer, and all in all so much, nobody waits for a
+second one; where no link is to blame, and so many more windows take less, those are waited for.
 """
 
 MOST_HOMES = 8
