@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from espresso.compressors import registry
 from espresso.compressors.base import Correction
@@ -41,9 +42,9 @@ class Schedule:
         """The first step in which all of them compress."""
         return max((compressor.start_step for compressor in self._compressors.values()), default=0)
 
-    @property
+    @cached_property
     def is_fixed(self) -> bool:
-        """Whether nothing ever changes."""
+        """Whether nothing ever changes. Asked for in every step."""
         return not any(compressor.is_scheduled for compressor in self._compressors.values())
 
     @property

@@ -442,6 +442,18 @@ def test_what_is_tried_has_its_exact_tensors_travel_as_they_will():
     assert kinds == {"a": "none", "b": "efsignsgd:block=64", "c": "none", "d": "efsignsgd:block=64"}
 
 
+def test_exact_tensors_ride_in_payloads_unless_apart_they_are_two_percent_sooner():
+    """An exchange costs hosts more than the timeline knows."""
+    from espresso.search.terms import AUTOMATIC
+
+    found = search(long_network(1, 5.0), "dgc:ratio=0.01", bucket_caps=None, terms=AUTOMATIC)
+    riders = {n: PLAIN for n, c in found.strategy.choices.items() if c.compressor == NONE}
+    apart = replace(found.chosen, strategy=found.strategy.with_choices(riders))
+    assert set(riders) == {"a", "c"}
+    assert len(exchanges(apart)) > len(exchanges(found.chosen))
+    assert 1.0 < found.predicted_us / simulate(apart.plan, apart.job).iteration_us < 1.02
+
+
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_where_latency_rules_one_message_a_step_is_found(in_flight):
     from espresso.search.terms import AUTOMATIC

@@ -272,6 +272,9 @@ def test_a_change_is_looked_into_once_it_has_cost_as_much_as_a_look():
     assert first_permitted(Patience(), seen_from(40, 9.5e4)) == 65  # what sends more may have gained twice as much
     assert first_permitted(Patience(), seen_from(40, 8e4, exposed_us=2e4)) == 53
     assert first_permitted(Patience(), seen_from(40, 1e5)) == 10_000  # nothing is at stake
+    freed = replace(seen_from(40, 1e5), compute_us=(5e4, 2.5e4))  # steps are as they were, and computing is not
+    assert first_permitted(Patience(), freed) == 50
+    assert first_permitted(Patience(), replace(freed, compute_us=(0.0, 2.5e4))) == 10_000  # nobody knows what it took
     patience = Patience()
     patience.took(600, cost_us=1e6, brought=True)
     assert first_permitted(patience, seen_from(598, 1.25e5)) == 640

@@ -94,10 +94,12 @@ class Change:
     def at_stake_us(self) -> float:
         """What another strategy may save of a step: what has come to it, and no more than is exposed of it.
 
-        Where steps are faster, twice as much as they are: strategies that send more have gained more.
+        Where steps are faster, twice as much as they are: strategies that send more have gained more. Where computing is,
+        and steps are not, what it takes less.
         """
-        before_us, now_us = self.step_us
-        return min(max(now_us - before_us, FREED * (before_us - now_us), self.hidden_us), self.exposed_us)
+        (before_us, now_us), (computed_us, computes_us) = self.step_us, self.compute_us
+        freed_us = computed_us - computes_us
+        return min(max(now_us - before_us, FREED * (before_us - now_us), freed_us, self.hidden_us), self.exposed_us)
 
     @property
     def severity(self) -> float:

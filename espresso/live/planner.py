@@ -528,7 +528,7 @@ class AutoPlanner:
         verdict = self.verdict
         assert verdict is not None
         self._turn = None
-        (before_us, began_us), ours = turn.change.step_us, verdict.name
+        began_us, ours = turn.change.step_us[1], verdict.name
         best = only or ours if race is None else race.best()
         measured = {best: began_us} if race is None else race.measured
         later = None
@@ -543,6 +543,7 @@ class AutoPlanner:
         self.probed_us += spent_us
         if best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
+            self._look_again(turn, measured.get(ours, began_us), step)
             return
         times = why if race is None else times_of(race)
         if later is not None:
@@ -558,10 +559,14 @@ class AutoPlanner:
         if turn.change.hidden_us or FASTER * (turn.change.ratio(Cause.LINK) or 1.0) <= 1:
             self._soundings.begin()  # what the link took before says nothing
         self._note(step, Event.KEPT, times, turn.began_ns)
-        drift = measured[ours] / began_us
-        is_over = abs(math.log(measured[ours] / before_us)) < TELLING
-        if abs(math.log(drift)) > DRIFT and not is_over and not turn.is_second:
-            more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[ours]), turn.change.compute_us)
+        self._look_again(turn, measured[ours], step)
+
+    def _look_again(self, turn: Turn, now_us: float, step: int) -> None:
+        """Begin another turn at once, where meanwhile steps of what was in use have changed again, and not back."""
+        before_us, began_us = turn.change.step_us
+        is_over = abs(math.log(now_us / before_us)) < TELLING
+        if abs(math.log(now_us / began_us)) > DRIFT and not is_over and not turn.is_second:
+            more = Change((Finding(Cause.STEP, now_us / began_us),), step, (began_us, now_us), turn.change.compute_us)
             self._patience.follows(more)
             self._begin_turn(more, step, is_second=True)
 

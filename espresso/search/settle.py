@@ -135,11 +135,14 @@ class Settler:
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
     def priced(self, row: Ranked) -> Ranked:
-        """The row with what its strategy takes, exact tensors where they travel soonest."""
+        """The row with what its strategy takes, exact tensors in payloads of others unless apart they travel sooner."""
         apart = self._apart(row.strategy)
         riding = self._riding(apart)
-        ways = (riding,) if riding == apart else (riding, apart)
-        return min((self._simulated(replace(row, strategy=way)) for way in ways), key=lambda one: one.predicted_us)
+        found = self._simulated(replace(row, strategy=riding))
+        if riding == apart:
+            return found
+        other = self._simulated(replace(row, strategy=apart))
+        return other if other.predicted_us < found.predicted_us / NEAR else found
 
     def _tried(self, row: Ranked, changes: Mapping[str, Choice]) -> Ranked:
         """The row with other choices, exact tensors where the row's travel soonest."""
