@@ -94,8 +94,8 @@ class Change:
     def at_stake_us(self) -> float:
         """What another strategy may save of a step: what has come to it, and no more than is exposed of it.
 
-        Where steps are faster, twice as much as they are: strategies that send more have gained more. Where computing is,
-        and steps are not, what it takes less.
+        Where steps are faster, twice as much as they are: strategies that send more have gained more. Where computing
+        is, and steps are not, what it takes less.
         """
         (before_us, now_us), (computed_us, computes_us) = self.step_us, self.compute_us
         freed_us = computed_us - computes_us
