@@ -246,6 +246,16 @@ def raced(
                 return race, number
 
 
+@pytest.mark.parametrize(("names", "rounds"), [("pa", "paap"), ("pab", "pabpba"), ("pabc", "pabcpcba")])
+def test_each_of_several_follows_the_first_arm_in_its_turn(names, rounds) -> None:
+    assignment = planner_of(Found(), race_rounds=2, decide_by=0).assign(0)
+    race, ran = Race([Arm(name, replace(assignment)) for name in names], block=1, rounds=2), ""
+    while len(ran) < len(rounds):
+        ran += next(arm.name for arm in race.arms if arm.assignment is race.assignment)
+        race.take(Record(0, assignment, done_ns=len(ran) * 1000, buckets=BUCKETS))
+    assert ran == rounds
+
+
 def test_a_burst_in_a_block_of_the_first_arm_makes_no_other_arm_faster() -> None:
     race, rounds = raced({"ours": lambda number, _: 5.0 if number else 12.0, "other": lambda *_: 6.0}, drop=1.25)
     assert (rounds, race.best()) == (2, "ours")

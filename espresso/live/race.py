@@ -3,9 +3,11 @@
 ::
 
     round 0   plain plain plain | A A A | B B B
-    round 1   B B B | A A A | plain plain plain          the first step of a block is not counted
+    round 1   plain plain plain | B B B | A A A          the first step of a block is not counted
 
-Between two rounds those that are far behind may drop out (``drop``); all ranks compare the slowest rank's medians.
+What follows plain finds a card's token bucket empty: each of several others does in its turn. (One alone runs twice in
+a row instead.) Between two rounds those that are far behind may drop out (``drop``); all ranks compare the slowest
+rank's medians.
 """
 
 from __future__ import annotations
@@ -231,7 +233,10 @@ class Race:
     def _begin_round(self) -> None:
         self._round += 1
         self._block = self._later
-        self._queue = self._lay_out(self._running if self._round % 2 == 0 else self._running[::-1])
+        order = self._running
+        if self._round % 2:
+            order = order[::-1] if len(order) < 3 else [order[0], *order[:0:-1]]
+        self._queue = self._lay_out(order)
         self._place = 0
 
     def _lay_out(self, arms: Sequence[Arm]) -> deque[Arm]:
