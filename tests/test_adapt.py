@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from espresso.model.links import LinkCurve, Links
 from espresso.model.payload_sizes import compressed
 from espresso.model.presets import job_from_trace
 from espresso.show.trace_events import write_history
-from espresso.strategies import PLAIN, Form, Routine, Scope
+from espresso.strategies import PLAIN, CompressorSpec, Form, Routine, Scope
 from tests.ddp import Played, agreed, batch, mlp, registered, wrap
 from tests.world import IN_ONE, SIGNS, SIGNS_ONCE_MORE, TWO, OneRank, Rows, World, planner_of, rows_of, run
 
@@ -158,6 +159,18 @@ def test_what_a_card_lets_through_after_a_pause_flatters_nobody():
 
     run(world, planner, range(150), {63: change})
     assert [(event, name) for _, event, name in rows_of(planner)[-1:]] == [("switched", "signs")]
+
+
+@pytest.mark.parametrize(("sent_us", "switches"), [(0.0, False), (50_000.0, True)])
+def test_what_a_card_lets_through_in_a_race_does_not_keep_what_is_in_use(sent_us, switches):
+    world = World(plain_us=60_000, sent_us=sent_us)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    other = replace(SIGNS.choices["b"], compressor=CompressorSpec.parse("efsignsgd:block=64"))
+    world.compute, world.finds, world.rests = 3.0, SIGNS.with_choices({"b": other}), 1_000
+    with patch.object(world, "before_trying", lambda: None):
+        run(world, planner, range(100, 150), {}, now)
+    assert ("switched" in [event for _, event, _ in rows_of(planner)]) is switches
 
 
 def test_what_is_predicted_to_be_slower_is_not_tried():

@@ -77,6 +77,7 @@ class World:
         bucket_cap_mb: the size of buckets that the search wants.
         wants: that it would want from the moment on in which the link is measured again.
         rests: exchanges that are free after the pause in which it is measured.
+        sent_us: what all that is sent takes for long.
         known_us: ``plain_us`` when it was measured last.
         over: so many times what it may owe every strategy but ``within`` owes, which takes longer.
         groups: of the planner.
@@ -98,6 +99,7 @@ class World:
     wants: float | None = None
     laid: list[float] = field(default_factory=list)
     rests: int = 0
+    sent_us: float = 0.0
     free: int = 0
     put_away: int = 0
     why_none: str = ""
@@ -164,8 +166,8 @@ class World:
     def over_budget(self, strategy: Strategy) -> float:
         return 0.0 if strategy in (self.within, None) or not strategy.compresses else self.over
 
-    def predicted_us(self, strategy: Strategy) -> float:
-        return self.step_us(strategy)
+    def foresees(self, strategy: Strategy) -> tuple[float, float]:
+        return self.step_us(strategy), self.sent_us
 
     # -- the job --
 

@@ -158,15 +158,18 @@ class OnlineSearch:
         error = math.sqrt((OWED_CHECKS - 1) * pvariance(without))
         return owes / budget if owes - 2 * error > budget else 0.0
 
-    def predicted_us(self, strategy: Strategy) -> float:
-        """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while too little is measured)."""
+    def foresees(self, strategy: Strategy) -> tuple[float, float]:
+        """What an iteration takes of the job as it is known by now, and what all that it sends does behind a token
+        bucket (rank 0; 0 elsewhere, and while too little is measured).
+        """
         if self.job is None or self._groups.rank:
-            return 0.0
+            return 0.0, 0.0
         try:
             laid = plan(strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
-            return first_come(laid, self.job).iteration_us
+            found = first_come(laid, self.job)
         except JobError:  # it came with a checkpoint, and has compressors that were not measured here
-            return 0.0
+            return 0.0, 0.0
+        return found.iteration_us, found.sent_us
 
     def spread(self, records: Sequence[Record]) -> float:
         """How far the steps of a profile are apart; collective, the same on all ranks; 0 where the job is known.

@@ -481,12 +481,14 @@ class AutoPlanner:
             found = self._found()
         kept = self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
-        figures = self._search.uncompressed_us, self._search.predicted_us(kept.strategy)
+        figures = self._search.uncompressed_us, *self._search.foresees(kept.strategy)
         told = self._groups.everywhere((same, figures))
         same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
-        plain_us, ours_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
+        plain_us, ours_us, sent_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
         if not change.is_over_budget:
-            turn = replace(turn, in_use=Arm(now, replace(kept, drain=kept.strategy.compresses)), predicted_us=ours_us)
+            # The pause in which all is measured fills a token bucket; the steps that were watched had none.
+            in_use = Arm(now, replace(kept, drain=kept.strategy.compresses), min(sent_us, change.step_us[1]))
+            turn = replace(turn, in_use=in_use, predicted_us=ours_us)
         self._turn, fresh = turn, fresh_of(turn, found, same, now)
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [*filter(None, [turn.in_use]), *(Arm(c.name, c.assignment, c.sent_us) for c in fresh)]
