@@ -141,8 +141,8 @@ def advised_bucket_cap(
     """A bucket size of DDP that gains 2 % over the job's own; or, where compressing pays, the one with the fewest
     buckets of those within 2 % of the best.
 
-    At each bucket's exchange hosts wait for each other once more, which the timeline does not know: on hosts of one
-    core one, two and three buckets take 3.5, 4.4 and 4.8 ms a step, and are predicted to take 3.7, 3.8 and 3.9.
+    A bucket costs processors more than its compression and its exchange, which is all that the timeline knows: on hosts
+    of one core one, two and three of them take 3.5, 4.4 and 4.8 ms a step, and are predicted to take 3.7, 3.8 and 3.9.
 
     Like is compared with like: buckets are handed over with their last gradient, and one search, without improvement
     and terms, sees them all.
