@@ -127,9 +127,9 @@ def test_advice_compares_like_with_like():
     assert first != turned
 
 
-@pytest.mark.parametrize(("beta", "advised"), [(8.0, 100), (0.5, None)], ids=["compressed", "plain"])
+@pytest.mark.parametrize(("beta", "advised"), [(400.0, 100), (40.0, None), (0.5, None)], ids=["clearly", "hardly", "never"])
 def test_of_sizes_nearly_as_fast_the_one_with_fewest_buckets_is_advised_where_compressing_pays(beta, advised):
-    one = replace(ddp_job([MIB] * 8, [0, *[30] * 7], beta=beta), forward_us=5e6)
+    one = replace(ddp_job([MIB] * 8, [0, *[30] * 7], beta=beta), forward_us=20e6)
     assert advised_bucket_cap(one, [TOY], search(one, TOY), (1, 4, 100)) is None
     eight = rebucketed(one, 1)
     found = advised_bucket_cap(eight, [TOY], search(eight, TOY), (1, 4, 100))

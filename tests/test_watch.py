@@ -187,6 +187,9 @@ def test_what_no_link_is_to_blame_for_has_to_last_where_waiting_costs_less_than_
     assert alarms(*[far] * 2) == [False, True]
     assert alarms(*[busy] * 2, times=10) == [False, True]  # steps of 40 ms: two windows more cost more
     assert not any(alarms(*[busy] * 3, *[normal] * 8, *[busy] * 2))
+    assert any(alarms(*[busy, normal] * 6)), "now and then is lasting too"
+    faster = scaled(normal, step=0.5, compute=0.4)
+    assert alarms(*[faster] * 2, times=100) == [False, True]  # .2 s a step, twice that at stake
 
 
 def test_a_window_as_ever_raises_no_alarm_whatever_was_before():
@@ -194,6 +197,9 @@ def test_a_window_as_ever_raises_no_alarm_whatever_was_before():
     for _ in range(8):
         stream.learn(0.0)
     assert [stream.take(math.log(value)) for value in (3, 3, 1, 3)] == [False, True, False, True]
+    assert not stream.take(math.log(1 / 3))  # out the other way
+    assert not any(stream.take(0.0) for _ in range(8))
+    assert stream.is_quiet
 
 
 def false_alarms(windows: int, disturbed: float, seed: int, spread: float = 0.1) -> int:

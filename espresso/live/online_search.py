@@ -389,7 +389,8 @@ class OnlineSearch:
         if found is not None:
             self.advice = (
                 f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"
-                f" {found.predicted_us / 1e3:.1f} ms instead of {result.predicted_us / 1e3:.1f} ms"
+                f" {found.predicted_us / 1e3:.1f} ms in {found.num_buckets} buckets, instead of"
+                f" {result.predicted_us / 1e3:.1f} ms in {len(job.laid_out)}"
             )
             logger.info("buckets: %s", self.advice)
 

@@ -403,7 +403,7 @@ class AutoPlanner:
         """What follows from a window that was looked at."""
         change = change or self._sounded(watch, step)
         if change is None:
-            return self._what_is_due(watch, step)
+            return None if watch.is_waiting else self._what_is_due(watch, step)
         if self._patience.permits(change, step):
             return partial(self._begin_turn, change, step)
         self._later = None
@@ -481,10 +481,12 @@ class AutoPlanner:
             found = self._found()
         kept = self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
-        figures = self._search.uncompressed_us, *self._search.foresees(kept.strategy)
+        ours_us, sent_us = self._search.foresees(kept.strategy)
+        figures = self._search.uncompressed_us, ours_us, sent_us, self._search.foresees(self._plain.strategy)[1]
         told = self._groups.everywhere((same, figures))
         same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
-        plain_us, ours_us, sent_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
+        columns = zip(*(figures for _, figures in told), strict=True)
+        plain_us, ours_us, sent_us, plain_sent_us = (max(column) for column in columns)
         if not change.is_over_budget:
             # The pause in which all is measured fills a token bucket; the steps that were watched had none.
             in_use = Arm(now, replace(kept, drain=kept.strategy.compresses), min(sent_us, change.step_us[1]))
@@ -492,7 +494,7 @@ class AutoPlanner:
         self._turn, fresh = turn, fresh_of(turn, found, same, now)
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [*filter(None, [turn.in_use]), *(Arm(c.name, c.assignment, c.sent_us) for c in fresh)]
-        plain = Arm("plain", replace(self._plain.assignment, drain=False))
+        plain = Arm("plain", replace(self._plain.assignment, drain=False), plain_sent_us)
         if not arms or (now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us)):
             arms.append(plain)
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
@@ -533,19 +535,21 @@ class AutoPlanner:
         began_us, ours = turn.change.step_us[1], verdict.name
         best = only or ours if race is None else race.best()
         measured = {best: began_us} if race is None else race.measured
+        took = measured if race is None else race.took
+        drift = took.get(ours, began_us) / began_us
         later = None
         if race is not None and turn.in_use is not None and best != ours:
             due = pays_from(turn.change, race, ours, best)
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None
                 best = ours
-        spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
+        spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * took[best]
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
         self._patience.took(step, spent_us, brought=best != ours)
         self.probed_us += spent_us
         if best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
-            self._look_again(turn, measured.get(ours, began_us), step)
+            self._look_again(turn, drift, measured[best], step)
             return
         times = why if race is None else times_of(race)
         if later is not None:
@@ -561,14 +565,19 @@ class AutoPlanner:
         if turn.change.hidden_us or FASTER * (turn.change.ratio(Cause.LINK) or 1.0) <= 1:
             self._soundings.begin()  # what the link took before says nothing
         self._note(step, Event.KEPT, times, turn.began_ns)
-        self._look_again(turn, measured[ours], step)
+        self._look_again(turn, drift, measured[ours], step)
 
-    def _look_again(self, turn: Turn, now_us: float, step: int) -> None:
-        """Begin another turn at once, where meanwhile steps of what was in use have changed again, and not back."""
+    def _look_again(self, turn: Turn, drift: float, now_us: float, step: int) -> None:
+        """Begin another turn at once, where meanwhile steps have changed again, and not back.
+
+        Args:
+            drift: so many times as long steps of what was in use took in the race as when the turn began.
+            now_us: a step of what is in use now.
+        """
         before_us, began_us = turn.change.step_us
-        is_over = abs(math.log(now_us / before_us)) < TELLING
-        if abs(math.log(now_us / began_us)) > DRIFT and not is_over and not turn.is_second:
-            more = Change((Finding(Cause.STEP, now_us / began_us),), step, (began_us, now_us), turn.change.compute_us)
+        is_over = abs(math.log(drift * began_us / before_us)) < TELLING
+        if abs(math.log(drift)) > DRIFT and not is_over and not turn.is_second:
+            more = Change((Finding(Cause.STEP, drift),), step, (now_us / drift, now_us), turn.change.compute_us)
             self._patience.follows(more)
             self._begin_turn(more, step, is_second=True)
 

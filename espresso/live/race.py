@@ -5,8 +5,8 @@
     round 0   plain plain plain | A A A | B B B
     round 1   plain plain plain | B B B | A A A          the first step of a block is not counted
 
-What follows plain finds a card's token bucket empty: each of several others does in its turn. (One alone runs twice in
-a row instead.) Between two rounds those that are far behind may drop out (``drop``); all ranks compare the slowest
+What follows plain finds a card's token bucket empty: each of several others does, round by round. (One alone runs twice
+in a row instead.) Between two rounds those that are far behind may drop out (``drop``); all ranks compare the slowest
 rank's medians.
 """
 
@@ -74,7 +74,8 @@ class Race:
         known: step times of arms that were measured just before, in microseconds: they need no block in round 0.
 
     Attributes:
-        measured: of every arm the slowest rank's median step, as far as compared.
+        took: of every arm the slowest rank's median step, as far as compared.
+        measured: that, and no less than the arm's ``least_us``.
         excess_us: the most that the first step of an arm's block took beyond its median, of the arm's blocks the least:
             what a switch costs, where more than one block was begun.
         noise: a difference between two arms, as a logarithm, that the spread of their steps makes one time in twenty.
@@ -103,6 +104,7 @@ class Race:
         self._rounds_us: dict[tuple[str, int], float] = {}
         self._first_us: dict[str, list[float]] = {}
         self._before_ns: int | None = None
+        self.took: dict[str, float] = {}
         self.measured: dict[str, float] = {}
         self.excess_us = self.noise = 0.0
         self._queue = self._lay_out([arm for arm in arms if arm.name not in self._known])
@@ -154,11 +156,12 @@ class Race:
         """Compare the slowest rank's medians. Collective. Whether the race is over."""
         # Of few steps the lower median: what disturbs one makes it longer.
         least = {arm.name: arm.least_us for arm in self.arms}
-        mine = self._known | {name: max(median_low(us), least[name]) for name, us in self._by_arm().items()}
+        mine = self._known | {name: median_low(us) for name, us in self._by_arm().items()}
         rounds = {key: max(median_low(us), least[key[0]]) for key, us in self._steps_us.items()}
         excess = max((min(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0)
         everybody = groups.everywhere((mine, rounds, excess, self._noise()))
-        self.measured = {name: max(theirs[name] for theirs, _, _, _ in everybody) for name in mine}
+        self.took = {name: max(theirs[name] for theirs, _, _, _ in everybody) for name in mine}
+        self.measured = {name: us if name in self._known else max(us, least[name]) for name, us in self.took.items()}
         self._rounds_us = {key: max(theirs[key] for _, theirs, _, _ in everybody) for key in rounds}
         self.excess_us = max(0.0, *(theirs for _, _, theirs, _ in everybody))
         self.noise = max(theirs for _, _, _, theirs in everybody)
@@ -233,10 +236,10 @@ class Race:
     def _begin_round(self) -> None:
         self._round += 1
         self._block = self._later
-        order = self._running
-        if self._round % 2:
-            order = order[::-1] if len(order) < 3 else [order[0], *order[:0:-1]]
-        self._queue = self._lay_out(order)
+        first, *others = self._running
+        turned = self._round % max(len(others), 1)
+        order = [first, *others[turned:], *others[:turned]]
+        self._queue = self._lay_out(order[::-1] if len(others) == 1 and self._round % 2 else order)
         self._place = 0
 
     def _lay_out(self, arms: Sequence[Arm]) -> deque[Arm]:

@@ -46,8 +46,8 @@ LAG = 1
 LEAST_SPREAD, FIRST_SPREAD, MOST_SPREAD = 0.1, 0.3, 0.6
 """Of a logarithm: the least that the test takes for noise, what it takes while a baseline has few windows, the most."""
 
-SLACK, CLIP, ALARM = 1.5, 6.0, 6.0
-"""Of the CUSUM, in spreads."""
+SLACK, CLIP, ALARM, MOST = 1.5, 6.0, 6.0, 12.0
+"""Of the CUSUM, in spreads; at most as much as eight windows that are as ever take back."""
 
 FEW, MANY = 4, 16
 """Windows of a baseline: before the spread is taken from them, and at most."""
@@ -139,8 +139,10 @@ class Stream:
     def take(self, value: float) -> bool:
         """Take a window; whether it raises the alarm."""
         score = self.score(value)
-        self._sums = [max(total + sign * score - SLACK, 0.0) for total, sign in zip(self._sums, (1, -1), strict=True)]
-        return max(self._sums) >= ALARM and abs(score) > SLACK  # a window that is as ever raises none
+        scores = score - SLACK, -score - SLACK
+        self._sums = [min(max(total + more, 0.0), MOST) for total, more in zip(self._sums, scores, strict=True)]
+        # A window that is as ever raises none.
+        return any(total >= ALARM and more > 0 for total, more in zip(self._sums, scores, strict=True))
 
     def learn(self, value: float) -> None:
         """Take a window into the baseline."""
@@ -198,7 +200,7 @@ class Watch:
         self._gathering: tuple[int, Gathering] | None = None
         self.sounding: Gathering | None = None
         self.length = WINDOW
-        self._alarms = 0  # windows in a row that were waited for
+        self._alarms = 0  # that were waited for since all was quiet
         self._before: list[tuple[Vitals, ...]] = []  # the windows of the baseline
         # What is out of the way, and then back, is noise, and belongs to the baseline as well.
         self._pending: list[tuple[int, dict[str, float], tuple[Vitals, ...]]] = []
@@ -264,8 +266,8 @@ class Watch:
         self._pending = [*self._pending[1 - MANY :], (first, values, rows)]
         if is_urgent or any(alarms):
             return None if self._comes_home(rows) else self._that_lasts(self._explain())
-        self._alarms = 0
         if all(stream.is_quiet for stream in self._streams.values()):
+            self._alarms = 0
             for _, known, theirs in self._pending:
                 self._before = [*self._before, theirs][:MANY]
                 for name, value in known.items():
@@ -276,12 +278,17 @@ class Watch:
                 self._stands = False
         return None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has to show that a change lasts."""
+        return 0 < self._alarms < LASTS
+
     def _that_lasts(self, change: Change) -> Change | None:
         """What a machine does for a moment shows in compute or encoding: where that is less dear than a look, it has
         to last.
         """
         before_us, now_us = change.step_us
-        wait_us = (LASTS - self._alarms) * self.length * (now_us - before_us)
+        wait_us = (LASTS - self._alarms) * self.length * max(now_us - before_us, change.at_stake_us)
         if change.ratio(Cause.LINK) is None and self._alarms < LASTS and wait_us < LOOK_US:
             self._alarms += 1
             return None
@@ -323,7 +330,7 @@ class Watch:
 
     def forgive(self) -> None:
         """Nothing is done about what was found: go on against the same baseline."""
-        self._pending, self._alarms = [], 0
+        self._pending = []
         for stream in self._streams.values():
             stream.forgive()
 

@@ -138,8 +138,8 @@ def advised_bucket_cap(
     result: SearchResult,
     caps: Sequence[float],
 ) -> CapRow | None:
-    """A bucket size of DDP that gains 2 % over the job's own; or, where compressing pays, the one with the fewest
-    buckets of those within 2 % of the best.
+    """A bucket size of DDP that gains 2 % over the job's own; or, where compressing clearly pays in whichever, the one
+    with the fewest buckets of those within 2 % of the best.
 
     A bucket costs processors more than its compression and its exchange, which is all that the timeline knows: on hosts
     of one core one, two and three of them take 3.5, 4.4 and 4.8 ms a step, and are predicted to take 3.7, 3.8 and 3.9.
@@ -160,7 +160,8 @@ def advised_bucket_cap(
     own = replace(own, predicted_us=min(own.predicted_us, result.predicted_us))
     best = min([own, *rows], key=lambda row: row.predicted_us)
     near = [row for row in [own, *rows] if row.predicted_us <= NEAR * best.predicted_us]
-    if best.predicted_us < best.uncompressed_us:
+    plain_us = min(row.uncompressed_us for row in [own, *rows])
+    if result.strategy.compresses and NEAR**2 * best.predicted_us <= plain_us:
         best = min(near, key=lambda row: (row.num_buckets, row is not own, row.predicted_us))
     elif own in near:
         best = own

@@ -4,7 +4,7 @@
 
     fastest within the budgets ──> 1 exact tensors travel where they do soonest
                                    2 what there is time for is spent on owing less
-                                   3 of what is nearly as fast the fewest kinds of choices
+                                   3 of what is nearly as fast the fewest kinds of choices, and exchanges
                                    4 residuals in as many bits as there is memory for
 
 All of it keeps to the budgets and constraints, and moves tensor by tensor: every step is priced on the timeline.
@@ -130,19 +130,18 @@ class Settler:
         row = self.priced(self._exacter(row, row.predicted_us + self._terms.for_exactness * spare))
         before = row
         if not self._terms.all_kinds:
-            row = self.priced(self._fewer(row, row.predicted_us * NEAR))
+            # What is below plain stays so.
+            limit_us = row.predicted_us * (NEAR if row.predicted_us * NEAR < self.plain_us else 1.0)
+            row = self._together(self.priced(self._fewer(row, limit_us)), limit_us)
         row = self._wider(row, row.predicted_us * NEAR)
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
     def priced(self, row: Ranked) -> Ranked:
-        """The row with what its strategy takes, exact tensors in payloads of others unless apart they travel sooner."""
+        """The row with what its strategy takes, exact tensors where they travel soonest."""
         apart = self._apart(row.strategy)
         riding = self._riding(apart)
-        found = self._simulated(replace(row, strategy=riding))
-        if riding == apart:
-            return found
-        other = self._simulated(replace(row, strategy=apart))
-        return other if other.predicted_us < found.predicted_us / NEAR else found
+        ways = (riding,) if riding == apart else (riding, apart)
+        return min((self._simulated(replace(row, strategy=way)) for way in ways), key=lambda one: one.predicted_us)
 
     def _tried(self, row: Ranked, changes: Mapping[str, Choice]) -> Ranked:
         """The row with other choices, exact tensors where the row's travel soonest."""
@@ -265,6 +264,15 @@ class Settler:
             if best is not None and best.predicted_us <= limit_us:
                 return best
         return None
+
+    def _together(self, row: Ranked, limit_us: float) -> Ranked:
+        """Exact tensors in payloads of others, if the step takes no longer: an exchange costs processors more than the
+        timeline knows.
+        """
+        if self._job.costs.links.in_flight > 1:
+            return row  # then they may have exchanges of their own there too
+        riding = self._simulated(replace(row, strategy=self._riding(self._apart(row.strategy))))
+        return riding if riding.predicted_us <= limit_us else row
 
     # -- 4 residuals ---------------------------------------------------------------------------------
 
