@@ -136,15 +136,15 @@ class _Own:
         return (self.ns - self._each_ns * self.calls) / 1e3
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             sees = function.__name__ == "see"
             if not self.is_on or (sees and arguments[0]._check is None):  # which only describes the bucket
-                return function(*arguments)
+                return function(*arguments, **named)
             begin = time.thread_time_ns()
             if sees:
                 arguments = (*arguments[:-1], self._apart(arguments[-1]))
             try:
-                return function(*arguments)
+                return function(*arguments, **named)
             finally:
                 self.ns += time.thread_time_ns() - begin
                 self.calls += 1
