@@ -8,6 +8,7 @@ from espresso.model.bucket_caps import as_asked, caps_for, rebucketed
 from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
 from espresso.search.search import advised_bucket_cap, replan, search
+from espresso.search.terms import Terms
 from espresso.strategies import Bucket, Mode, Slot, StrategyError
 from tests.timeline_jobs import TOY, compute, make_job, tenth
 
@@ -134,3 +135,5 @@ def test_of_sizes_nearly_as_fast_the_one_with_fewest_buckets_is_advised_where_co
     eight = rebucketed(one, 1)
     found = advised_bucket_cap(eight, [TOY], search(eight, TOY), (1, 4, 100))
     assert (found and found.bucket_cap_mb) == advised
+    nothing_may = search(eight, TOY, terms=Terms(error_budget=1e-9))  # nobody knows what a toy owes
+    assert advised_bucket_cap(eight, [TOY], nothing_may, (1, 4, 100)) is None

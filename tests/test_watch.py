@@ -192,6 +192,14 @@ def test_what_no_link_is_to_blame_for_has_to_last_where_waiting_costs_less_than_
     assert alarms(*[faster] * 2, times=100) == [False, True]  # .2 s a step, twice that at stake
 
 
+def test_it_waits_in_windows_that_would_be_told_if_waiting_were_dearer():
+    watch, waits = Watch(Nobody()), []
+    for us in [4e3] * 8 + [8e3] * 2 + [4e3] * 8 + [8e3] * 4:
+        watch.test(0, (Vitals(us, us - 1e3, 1e3, 0.0, 0.0),) * 2)
+        waits.append(watch.is_waiting)
+    assert waits == [False] * 9 + [True] + [False] * 9 + [True, True, False]
+
+
 def test_a_window_as_ever_raises_no_alarm_whatever_was_before():
     stream = Stream()
     for _ in range(8):

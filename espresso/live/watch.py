@@ -169,6 +169,7 @@ class Watch:
         latest: every rank's medians of the latest window.
         length: steps of the window to come.
         sounding: a gather that is under way, or over and not heard by all ranks, for what it takes.
+        is_waiting: the latest window says that something has changed, and it has to show that it lasts.
         came_home: a change was over since somebody measured again, who may forget this.
     """
 
@@ -177,7 +178,7 @@ class Watch:
         self._names: Sequence[int] = groups.ranks  # of the rows of a window
         self.latest: tuple[Vitals, ...] = ()
         self._homes: deque[tuple[Vitals, ...]] = deque(maxlen=MOST_HOMES)
-        self.came_home = False
+        self.came_home = self.is_waiting = False
         self.begin()
 
     def begin(self, step_us: float | None = None, *, is_another: bool = True, stands: bool = True) -> None:
@@ -256,7 +257,7 @@ class Watch:
 
     def test(self, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
         """Test a window, every rank's medians."""
-        self.latest = rows
+        self.latest, self.is_waiting = rows, False
         step_us = max(row.step for row in rows)
         is_urgent, first = self._is_urgent(step_us), iteration - self.length + 1
         values = _values(rows, self._floor(step_us))
@@ -278,11 +279,6 @@ class Watch:
                 self._stands = False
         return None
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it has to show that a change lasts."""
-        return 0 < self._alarms < LASTS
-
     def _that_lasts(self, change: Change) -> Change | None:
         """What a machine does for a moment shows in compute or encoding: where that is less dear than a look, it has
         to last.
@@ -291,6 +287,7 @@ class Watch:
         wait_us = (LASTS - self._alarms) * self.length * max(now_us - before_us, change.at_stake_us)
         if change.ratio(Cause.LINK) is None and self._alarms < LASTS and wait_us < LOOK_US:
             self._alarms += 1
+            self.is_waiting = True
             return None
         return change
 
