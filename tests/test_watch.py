@@ -200,35 +200,6 @@ def test_it_waits_in_windows_that_would_be_told_if_waiting_were_dearer():
     assert waits == [False] * 9 + [True] + [False] * 9 + [True, True, False]
 
 
-def test_what_exchanges_moved_by_while_the_link_stayed_says_nothing_of_it_until_another_strategy_is_in_use():
-    normal = Vitals(10e3, 6e3, 1e3, 2e3, 1e3)
-    shifted, step = scaled(normal, wire=3), 0
-
-    def first_told(row: Vitals, windows: int = 8) -> Change | None:
-        nonlocal step
-        for _ in range(windows):
-            step += 4
-            change = watch.test(step, (row, row))
-            if change is not None:
-                return change
-        return None
-
-    watch = Watch(Nobody())
-    assert first_told(normal) is None
-    assert first_told(shifted).ratio(Cause.LINK) == pytest.approx(3)
-    watch.doubt()
-    watch.begin(10e3, is_another=False)
-    assert first_told(normal) is None
-    assert first_told(shifted) is None
-    assert first_told(scaled(normal, wire=20)).ratio(Cause.LINK) > 3
-    watch.begin(10e3)  # another one
-    assert first_told(normal) is None
-    assert first_told(shifted).ratio(Cause.LINK) == pytest.approx(3)
-    watch.forgive()
-    watch.doubt()  # what nobody looked into is not doubted
-    assert first_told(shifted).ratio(Cause.LINK) == pytest.approx(3)
-
-
 def test_a_window_as_ever_raises_no_alarm_whatever_was_before():
     stream = Stream()
     for _ in range(8):

@@ -467,8 +467,6 @@ class AutoPlanner:
             # What owes too much says nothing of links.
             moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(asked)
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
-            if self.watch is not None and abs(math.log(moved.link)) < TELLING and not change.is_over_budget:
-                self.watch.doubt()
             change = change.with_link(moved.link)
             turn = Turn(change, step, began_ns, is_second)
             nothing = moved.most < TELLING and not change.is_over_budget

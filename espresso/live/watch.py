@@ -110,16 +110,11 @@ def _busy_of(record: Record) -> tuple[float, float]:
 class Stream:
     """A CUSUM over one figure's logarithms.
 
-    Args:
-        expected: a first window.
-
     Attributes:
-        doubted: a distance that says nothing, however long it lasts.
         middle: the baseline's; None before the first window.
     """
 
-    def __init__(self, expected: float | None = None, doubted: float = 0.0) -> None:
-        self.doubted = doubted
+    def __init__(self, expected: float | None = None) -> None:
         self._baseline: list[float] = []
         self._sums = [0.0, 0.0]
         self.middle: float | None = None
@@ -129,8 +124,7 @@ class Stream:
 
     def score(self, value: float) -> float:
         """How far a window is out, in spreads."""
-        spread = max(self._spread, self.doubted / SLACK)
-        return 0.0 if self.middle is None else max(-CLIP, min((value - self.middle) / spread, CLIP))
+        return 0.0 if self.middle is None else max(-CLIP, min((value - self.middle) / self._spread, CLIP))
 
     @property
     def is_quiet(self) -> bool:
@@ -198,9 +192,7 @@ class Watch:
         self._stands = stands
         if is_another:
             self._homes.clear()
-            self._doubted = 0.0
         self._streams = {name: Stream() for name in _STREAMS}
-        self._streams["wire"] = Stream(doubted=self._doubted)
         if step_us:
             self._streams["step"] = Stream(math.log(step_us))
         self._previous_ns: int | None = None
@@ -210,7 +202,6 @@ class Watch:
         self.sounding: Gathering | None = None
         self.length = WINDOW
         self._alarms = 0  # that were waited for since all was quiet
-        self._told = 1.0  # how many times longer the link was told to take last
         self._before: list[tuple[Vitals, ...]] = []  # the windows of the baseline
         # What is out of the way, and then back, is noise, and belongs to the baseline as well.
         self._pending: list[tuple[int, dict[str, float], tuple[Vitals, ...]]] = []
@@ -305,7 +296,7 @@ class Watch:
         for home in self._homes:
             was_us, now_us = (max(row.step for row in theirs) for theirs in (home, rows))
             alike = abs(math.log(now_us / was_us)) <= TELLING
-            if alike and not list(_findings(home, rows, _floor(min(was_us, now_us)), self._doubted)):
+            if alike and not list(_findings(home, rows, _floor(min(was_us, now_us)))):
                 self.begin(was_us, is_another=False, stands=False)
                 self.came_home = True
                 return True
@@ -334,16 +325,9 @@ class Watch:
         if self.sounding is not None:
             self.sounding.rows()
 
-    def doubt(self) -> None:
-        """The link that was told to have changed was measured, and is as it was: by so much exchanges of the strategy
-        in use move by themselves, and until another one is in use no more is said of the link by less.
-        """
-        self._doubted = max(self._doubted, abs(math.log(self._told)))
-        self._streams["wire"].doubted = self._doubted
-
     def forgive(self) -> None:
         """Nothing is done about what was found: go on against the same baseline."""
-        self._pending, self._told = [], 1.0
+        self._pending = []
         for stream in self._streams.values():
             stream.forgive()
 
@@ -366,7 +350,7 @@ class Watch:
         if before is not None:
             floor = _floor(min(was, max(row.step for row in now)))
             findings = [replace(each, ranks=tuple(self._names[at] for at in each.ranks))
-                        for each in _findings(before, now, floor, self._doubted)]  # fmt: skip
+                        for each in _findings(before, now, floor)]  # fmt: skip
         step_us = max(row.step for row in now)
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
@@ -374,7 +358,6 @@ class Watch:
         codec_us = max(row.codec for row in now)
         exposed_us = min(row.tail for row in now) + codec_us
         change = Change(tuple(findings), self._pending[0][0], (was, step_us), compute_us, exposed_us)
-        self._told = change.ratio(Cause.LINK) or 1.0
         return replace(change, hidden_us=codec_us if FASTER * (change.ratio(Cause.LINK) or 1.0) <= 1 else 0.0)
 
 
@@ -401,8 +384,8 @@ def _middle(windows: Sequence[Sequence[Vitals]]) -> tuple[Vitals, ...]:
     return tuple(Vitals(*(median(column) for column in zip(*rows, strict=True))) for rows in zip(*windows, strict=True))
 
 
-def _findings(before: Sequence[Vitals], now: Sequence[Vitals], floor: float, doubted: float) -> Sequence[Finding]:
-    """What moved between two times, every rank's medians; of the link what moved by more than is doubted."""
+def _findings(before: Sequence[Vitals], now: Sequence[Vitals], floor: float) -> Sequence[Finding]:
+    """What moved between two times, every rank's medians."""
 
     def ratio(old: float, new: float) -> float:
         return max(new, floor) / max(old, floor)
@@ -410,7 +393,7 @@ def _findings(before: Sequence[Vitals], now: Sequence[Vitals], floor: float, dou
     found = []
     on_wire = [min(row.wire or row.tail for row in rows) for rows in (before, now)]
     moved = ratio(*on_wire)
-    if abs(math.log(moved)) > max(TELLING, doubted):
+    if abs(math.log(moved)) > TELLING:
         found.append(Finding(Cause.LINK, moved))
     compute = [ratio(old.compute, new.compute) for old, new in zip(before, now, strict=True)]
     others = [rank for rank, each in enumerate(compute) if abs(math.log(each)) > TELLING]
