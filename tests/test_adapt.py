@@ -173,6 +173,18 @@ def test_what_a_card_lets_through_in_a_race_does_not_keep_what_is_in_use(sent_us
     assert ("switched" in [event for _, event, _ in rows_of(planner)]) is switches
 
 
+def test_while_a_change_has_to_show_that_it_lasts_nothing_else_is_due():
+    world = World(plain_us=60_000, over=2.0, within=SIGNS_ONCE_MORE)
+    planner = planner_of(world)
+    run(world, planner, range(100), {})
+    planner.keep_to_budget()
+    assert planner.watch is not None
+    planner.watch.is_waiting = True
+    assert planner._answer(planner.watch, None, 100) is None
+    planner.watch.is_waiting = False
+    assert planner._answer(planner.watch, None, 100) is not None
+
+
 def test_what_is_predicted_to_be_slower_is_not_tried():
     world = World(plain_us=60_000)
     planner = planner_of(world)

@@ -22,7 +22,6 @@ TELLING = math.log(1.15)
 SEVERE = math.log(1.3)
 """How far a step has moved, as a logarithm, where more is tried, and sooner."""
 
-
 SLIGHT = math.log(1.5)
 """What else moved by less than this, where a link is to blame, may be one moment's disturbance."""
 
