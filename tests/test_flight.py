@@ -371,6 +371,25 @@ def dropped(rank: int, folder: str) -> tuple[str, int]:
     return flight["facts"]["written"], len(flight["steps"])
 
 
+def forked(rank: int, folder: str) -> tuple[int, bool]:
+    """A process forked on the way lets go of all it got, and its parent trains on."""
+    ddp = wrap(mlp(20, 30, 5))
+    espresso.register(ddp, "efsignsgd", ranks_per_node=1, artifacts_dir=folder, timeout_s=15.0)
+    optimizer, written = torch.optim.SGD(ddp.parameters(), lr=0.1), Path(folder, f"flight-{rank:05d}.json")
+    run(ddp, optimizer, 2)
+    child = os.fork()
+    if not child:
+        try:
+            del ddp, optimizer
+            gc.collect()
+            time.sleep(1.0)
+        finally:
+            os._exit(written.exists())
+    status = os.waitpid(child, 0)[1]
+    run(ddp, optimizer, 2)
+    return status, written.exists()
+
+
 def given_file(rank: int, folder: str) -> bool:
     """The strategy of an earlier run, in the folder of this one."""
     ddp, path = wrap(mlp(20, 300, 5)), Path(folder, "strategy.json")
@@ -434,6 +453,7 @@ def played(folder: str) -> Played:
         asked_here,
         failing_here,
         dropped_here,
+        forked_here,
         given_file_here,
     ]
     return Played(__name__, scenarios, 2, environment={"FLIGHTS": folder})
@@ -463,12 +483,20 @@ def dropped_here(rank: int) -> tuple[str, int]:
     return dropped(rank, os.environ["FLIGHTS"] + "/dropped")
 
 
+def forked_here(rank: int) -> tuple[int, bool]:
+    return forked(rank, os.environ["FLIGHTS"] + "/forked")
+
+
 def given_file_here(rank: int) -> bool:
     return given_file(rank, os.environ["FLIGHTS"] + "/given")
 
 
 def test_a_strategy_file_that_was_given_is_left_as_it_is(played: Played) -> None:
     assert played(given_file_here) == [True, True]
+
+
+def test_a_forked_child_leaves_its_parents_job_alone(played: Played) -> None:
+    assert played(forked_here) == [(0, False)] * 2
 
 
 def test_a_state_that_nobody_closes_leaves_its_record(played: Played) -> None:
