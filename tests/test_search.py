@@ -358,6 +358,7 @@ def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, 
     body = offline(tmp_path)
     taken = Strategy.load(tmp_path / "strategy.json")
     assert raced
+    assert body["automatic"]
     assert (result.lower_bound_us, result.upper_bound_us, result.gap) == (0, 0, 0), "nobody waits for bounds"
     assert taken == raced[0].strategy
     assert (body["predicted_us"], body["uncompressed_us"]) == (raced[0].predicted_us, plain_us)
@@ -374,7 +375,7 @@ def terms_of(exact):
     from espresso.search.terms import AUTOMATIC
 
     constraints = replace(AUTOMATIC.constraints, exact_vectors=exact)
-    return replace(AUTOMATIC, constraints=constraints, for_exactness=0.2 if exact else 1e-9)
+    return replace(AUTOMATIC, constraints=constraints, for_exactness=0.2 if exact else 0.0)
 
 
 def live_job(exact):

@@ -139,7 +139,7 @@ def search(
     begun = None if old is None else Strategy.load(old)
     if begun is not None:
         check_choices(begun)
-    terms = _terms(loaded, begun, automatic, given, limits)
+    terms, is_automatic = _terms(loaded, begun, automatic, given, limits)
     for warning in terms.constraints.idle([tensor.name for tensor in loaded.tensors]):
         say(warning)
     points: list[FrontierPoint] = []
@@ -153,7 +153,7 @@ def search(
         if begun is not None:
             result = replan(loaded, begun, compressor=specs, terms=terms, sensitivity=owed)
         else:
-            sized = not terms.for_exactness if bucket_caps is None else bucket_caps
+            sized = not is_automatic if bucket_caps is None else bucket_caps
             result = find(
                 loaded, specs, progress=progress.update, bucket_caps=None if sized else (), terms=terms,
                 sensitivity=owed, partitions=terms.partitions,
@@ -172,9 +172,9 @@ def search(
     if output is not None:
         result.strategy.save(output)
     if json_output:
-        emit_json(_summary(loaded, specs, result, output) | _frontier_json(points, frontier))
+        emit_json(_summary(loaded, specs, result, output, is_automatic) | _frontier_json(points, frontier))
         return
-    _print(loaded, result, points)
+    _print(loaded, result, points, is_automatic)
     if output is not None:
         say(f"strategy written to {output}")
 
@@ -189,26 +189,27 @@ def _forced(text: str) -> tuple[str, str]:
 
 def _terms(
     job: "Job", begun: "Strategy | None", automatic: bool | None, given: dict[str, Any], limits: dict[str, Any]
-) -> "Terms":
+) -> "tuple[Terms, bool]":
     """What the search keeps to: the old strategy's terms, a live run's, automatic mode's, or few kinds alone; then what
-    was asked.
+    was asked. And whether it is as automatic mode does it.
     """
     from espresso.search.terms import AUTOMATIC, Terms
 
     live = Terms.of(job.meta)
-    terms = Terms(all_kinds=False)
+    terms, is_automatic = Terms(all_kinds=False), False
     if automatic is None and begun is not None:
         terms = Terms.of(begun.notes) or Terms()
+        is_automatic = terms.for_exactness > 0
     elif automatic or (automatic is None and live is not None):
-        terms = live or AUTOMATIC
+        terms, is_automatic = live or AUTOMATIC, True
     asked = {name: value for name, value in limits.items() if value is not None}
     said = {name: value for name, value in given.items() if value is not None}
     with usage_errors():
-        return replace(terms, constraints=replace(terms.constraints, **asked), **said)
+        return replace(terms, constraints=replace(terms.constraints, **asked), **said), is_automatic
 
 
 def _summary(
-    job: "Job", specs: "tuple[CompressorSpec, ...]", result: "SearchResult", output: Path | None
+    job: "Job", specs: "tuple[CompressorSpec, ...]", result: "SearchResult", output: Path | None, is_automatic: bool
 ) -> dict[str, Any]:
     figures = (
         "predicted_us", "late_us", "uncompressed_us", "upper_bound_us", "lower_bound_us", "gap", "search_ms",
@@ -218,7 +219,7 @@ def _summary(
     )  # fmt: skip
     return {name: getattr(result, name) for name in figures} | {
         "residual_budget_mb": result.terms.residual_budget_mb,
-        "automatic": result.terms.for_exactness > 0,
+        "automatic": is_automatic,
         "constraints": result.terms.constraints.given,
         "alternatives": [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives],
         "partition_bytes": result.strategy.partition_bytes,
@@ -238,7 +239,7 @@ def _frontier_json(points: "list[FrontierPoint]", asked: int | None) -> dict[str
     return {"frontier": rows}
 
 
-def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") -> None:
+def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", is_automatic: bool) -> None:
     from espresso.show.comparison import CERTIFICATE, UPPER_BOUND
     from espresso.show.explain import explain
     from espresso.show.report import (
@@ -271,7 +272,7 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") ->
         console.print(f"one exchange in ten takes longer; where all of them do a step takes {human_us(result.late_us)}")
     if job.profile is not None:
         console.print(f"profile: {job.profile}")
-    for line in _remarks(result):
+    for line in _remarks(result, is_automatic):
         console.print(line)
     if points:
         console.print()
@@ -279,7 +280,7 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") ->
         console.print(frontier_table(found))
 
 
-def _remarks(result: "SearchResult") -> list[str]:
+def _remarks(result: "SearchResult", is_automatic: bool) -> list[str]:
     from espresso.search.terms import MB
     from espresso.show.report import human_us
 
@@ -303,11 +304,11 @@ def _remarks(result: "SearchResult") -> list[str]:
             f"{result.kinds_left_out} kinds of choices were merged into others, which takes"
             f" {human_us(max(result.fewer_kinds_cost_us, 0.0))} (--all-kinds: without)"
         )
-    if terms.for_exactness:
+    if is_automatic:
         spends = f", {100 * terms.for_exactness:.3g}% of the time saved, and of a step, may go into owing less"
         lines.append(
             f"as automatic mode: vectors of up to {terms.constraints.exact_vectors} elements stay exact"
-            f"{spends if terms.error_budget is None else ''} (--no-automatic: without)"
+            f"{spends if terms.for_exactness and terms.error_budget is None else ''} (--no-automatic: without)"
         )
     if result.offload_capped:
         lines.append("Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other")
