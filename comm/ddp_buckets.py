@@ -51,7 +51,8 @@ class BucketLayout:
 
     def _lay(self, module: Any, _args: Any) -> None:
         # A reducer made under inference_mode could not be written to; an evaluation leaves it to the step that follows.
-        if not torch.is_grad_enabled():
+        # Nor does a rank that has no inputs, in join(), come by here: the others wait with it.
+        if not torch.is_grad_enabled() or is_joining(module):
             return
         self._before_forward.remove()
         self._before_forward = None
@@ -70,7 +71,12 @@ def _why_not(ddp: Any) -> str:
             return name
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
         return "an optimizer that steps in backward"
-    return "the model is in join()" if getattr(getattr(ddp, "_join_config", None), "enable", False) else ""
+    return "the model is in join()" if is_joining(ddp) else ""
+
+
+def is_joining(ddp: Any) -> bool:
+    """Whether a model is in DDP's ``join()``."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def lay_anew(ddp: Any, bucket_cap_mb: float, state: object, hook: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from espresso.comm.ddp_buckets import is_joining
 from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.module_hooks import StaysBehind
 from espresso.strategies import Bucket
@@ -111,7 +112,7 @@ class Front:
         """Whether a bucket that was not taken yet is the first of its backward pass."""
         index = bucket.index()
         # One that is not behind the latest: the pass before ended with an error.
-        return index <= self._latest or self._count == 0 if self._skips else index == 0
+        return index <= self._latest or self._count == 0 if self._may_skip else index == 0
 
     def take(self, bucket: GradBucket, on_end: Callable[[], torch.futures.Future[torch.Tensor]]) -> Arrived:
         """The next bucket of a backward pass.
@@ -121,13 +122,18 @@ class Front:
 
         """
         buffer, index = bucket.buffer().detach(), bucket.index()
-        if not self._skips:
+        if not self._may_skip:
             return Arrived(index, buffer, bucket.is_last())
         if self.begins(bucket):
             self._count = 0
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, on_end))
         self._latest, self._count = index, self._count + 1
         return Arrived(self._count - 1, buffer, is_last=False)
+
+    @property
+    def _may_skip(self) -> bool:
+        """Whether some buckets of a pass may not come. A rank without inputs, in join(), is given all."""
+        return self._skips and self.has_inputs()
 
     @property
     def averages_over_some(self) -> bool:
@@ -141,7 +147,7 @@ class Front:
     @property
     def is_joining(self) -> bool:
         """Whether the model is in join()."""
-        return bool(getattr(getattr(self._module(), "_join_config", None), "enable", False))
+        return is_joining(self._module())
 
     @property
     def drops_averages(self) -> bool:

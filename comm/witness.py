@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch.distributed as dist
+
 from espresso.comm.alarm import Alarm, Answer, Progress
 from espresso.comm.errors import EspressoError, LostRankError
 
@@ -34,6 +36,11 @@ _SIGNS_OF_A_LOST_PEER = (
 def lost_peer(text: str) -> bool:
     """Whether an error of the library speaks of a connection that was lost, or of a peer that hangs."""
     return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
+
+
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether the library raised it, of a peer that it lost; a data loader may time out too."""
+    return lost_peer(str(error)) and (isinstance(error, dist.DistError) or "gloo/" in str(error))
 
 
 def without_advice(error: BaseException) -> str:

@@ -23,6 +23,8 @@ from espresso.compressors.common import BaseCompressor
 
 MAX_BLOCK = 4096
 TINY = {4: 2.0**-100, 8: 2.0**-1000}
+NEARLY = 4
+"""Numbers so near to infinity, in units of the last bit, count as it: L times their scale may be infinite."""
 
 
 class Codes(Enum):

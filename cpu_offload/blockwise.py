@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.compressors.blockwise import MAX_BLOCK, TINY, Blockwise
+from espresso.compressors.blockwise import MAX_BLOCK, NEARLY, TINY, Blockwise
 from espresso.compressors.blockwise import Codes as Form
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
@@ -173,7 +173,7 @@ class HostBlockwise(HostCodec):
             self.share(
                 encode_chunks, call, call.work.chunks, *call.given, call.stream, call.numbers,
                 call.payload.view(np.int8), how.block, how.code_bits, kind(how.levels), kind(TINY[itemsize]), magic,
-                call.magnitude, call.infinity, how.codes.value,
+                call.magnitude, call.infinity - NEARLY, how.codes.value,
             )
         )  # fmt: skip
 

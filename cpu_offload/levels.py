@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array, Bytes, Encoding
-from espresso.compressors.blockwise import MAX_BLOCK, TINY
+from espresso.compressors.blockwise import MAX_BLOCK, NEARLY, TINY
 from espresso.compressors.draws import rank_salt
 from espresso.compressors.error_feedback import ErrorFeedback
 from espresso.compressors.levels import Levels, Norm
@@ -101,8 +101,8 @@ def norm_of(
 ) -> Scalar:
     """S in float64 and whether all is finite; ``num`` is a multiple of a group."""
     if norm == L2:
-        total = sum_squares(source, at, scale, zeros, 0, num)
-        return np.sqrt(total), bool(np.isfinite(total))
+        size = np.sqrt(sum_squares(source, at, scale, zeros, 0, num))
+        return size, bool(size < np.float64(as_number(limit, scale)))
     bits = largest(source, at, scale, zeros, 0, num, magnitude)
     return np.float64(as_number(bits, scale)), bool(bits < limit)
 
@@ -234,7 +234,7 @@ class HostLevels(HostCodec):
     def encode_bodies(self, call: EncodeCall) -> bool:
         """One pass, chunks in any order."""
         how, kind, bits = self.compressor, call.layout.dtype.type, call.bits.dtype
-        limit = call.infinity if how.top_exponent is None else bits.type(kind(how.cap).view(bits) + 1)
+        limit = call.infinity - NEARLY if how.top_exponent is None else bits.type(kind(how.cap).view(bits) + 1)
         return all(
             self.share(
                 encode_chunks, call, call.work.chunks, call.source, call.scale, call.numbers, call.words, call.payload,

@@ -180,6 +180,18 @@ def test_non_finite_is_visible(spec: str, dtype: type, value: float, place: int)
 
 @every
 @both
+def test_the_largest_numbers_do_no_damage(spec: str, dtype: type) -> None:
+    """What is said to be finite is: an infinite residual would be kept for good."""
+
+    def spoil(source: np.ndarray, starts: np.ndarray) -> None:
+        source[3] = np.finfo(dtype).max
+
+    outcome = round_trip(spec, (5003, 8), dtype, change=spoil, scale=1.0)
+    assert not outcome.finite or (np.isfinite(outcome.decoded).all() and np.isfinite(outcome.kept).all())
+
+
+@every
+@both
 def test_scaling_by_a_power_of_two_commutes(spec: str, dtype: type) -> None:
     one = round_trip(spec, (1021, 33), dtype)
     eight = round_trip(spec, (1021, 33), dtype, make=lambda count, kind, seed: 8 * numbers(count, kind, seed))

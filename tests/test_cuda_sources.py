@@ -220,13 +220,26 @@ def test_subnormal_numbers_stay(spec: str) -> None:
     assert compare(spec, np.float32, (33, 5003), shrink).finite
 
 
+@needs_compiler
+@pytest.mark.parametrize("spec", ["int8:raw_below=1", "int4:raw_below=1", "fp8:raw_below=1"])
+@both
+def test_numbers_next_to_infinity_count_as_it(spec: str, dtype: Any) -> None:
+    def spoil(source: np.ndarray, old: np.ndarray) -> None:
+        source[3], old[3] = 0, np.finfo(dtype).max
+
+    assert not compare(spec, dtype, (33, 5003), spoil).finite
+
+
 def test_the_compiler_is_told_what_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither fused multiply-add nor flushing; and not by CuPy's own compilation, which adds flushing last."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new"))
     cache = CubinCache(FakeCompiler(), (9, 0))
     assert cache.path("none.cu").read_bytes() == b"for sm_90"
     assert cache.path("none.cu").read_bytes() == b"for sm_90"
+    cache.path("none.cu").write_bytes(b"")  # spoilt, or another user's
+    assert cache.path("none.cu").read_bytes() == b"", "only loading it tells"
     (options,) = FakeCompiler.compiled
+    assert cache.path("none.cu", anew=True).read_bytes() == b"for sm_90"
     assert options == (
         "--std=c++17",
         "--fmad=false",

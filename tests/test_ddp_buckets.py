@@ -120,6 +120,31 @@ def looked_at_first(rank: int) -> tuple[list[int], bool]:
     return counts, same
 
 
+def asked_for_before_join(rank: int) -> tuple[list[int], bool]:
+    """Rank 1 has no inputs in ``join()``; the buckets change behind it."""
+    ddp = DistributedDataParallel(mlp(*WIDE))
+    counts = []
+
+    def step(number: int) -> None:
+        ddp.zero_grad()
+        ddp(batch(rank, number, 300)).square().mean().backward()
+        sgd(ddp)
+        counts.append(len(state.session.observer.last.buckets))
+
+    with registered(ddp) as state:
+        for number in range(3):
+            step(number)
+        assert BucketLayout(ddp, state, espresso_hook)(1.0)
+        with ddp.join():
+            for number in range(2 * (1 - rank)):
+                step(number)
+        for number in range(3):
+            step(number)
+        state.check_replicas()
+        equal = len(set(state.session.groups.all_objects(counts[-1]))) == 1
+    return [counts[0], counts[-1]], equal
+
+
 def saved(model: nn.Module) -> io.BytesIO:
     torch.save(model, file := io.BytesIO())
     file.seek(0)
@@ -160,12 +185,18 @@ def by_itself(rank: int) -> tuple[int, int, bool]:
     return counts[2], counts[-1], job is not None and len(job.buckets) == counts[-1]
 
 
-SCENARIOS = (laid_anew, refused, asked_twice, looked_at_first, by_itself)
+SCENARIOS = (laid_anew, refused, asked_twice, looked_at_first, asked_for_before_join, by_itself)
 
 
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(__name__, SCENARIOS, 2)
+
+
+def test_buckets_are_laid_when_all_ranks_have_inputs(played):
+    for (before, after), equal in played(asked_for_before_join):
+        assert after > before
+        assert equal
 
 
 def test_gradients_stay_ddps_bit_for_bit(played):

@@ -32,6 +32,7 @@ from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.flight.processors import Delays, Spent
 from espresso.live.figures import _predicted_overlap
+from espresso.live.marks import _first_with_gradient
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import Recorder, _Listening
 from espresso.model.presets import job_from_trace
@@ -374,12 +375,13 @@ def dropped(rank: int, folder: str) -> tuple[str, int]:
 def forked(rank: int, folder: str) -> tuple[int, bool]:
     """A process forked on the way lets go of all it got, and its parent trains on."""
     ddp = wrap(mlp(20, 30, 5))
-    espresso.register(ddp, "efsignsgd", ranks_per_node=1, artifacts_dir=folder, timeout_s=15.0)
+    espresso.register(ddp, "efsignsgd", ranks_per_node=1, artifacts_dir=folder, timeout_s=15.0, record_signal="SIGUSR2")
     optimizer, written = torch.optim.SGD(ddp.parameters(), lr=0.1), Path(folder, f"flight-{rank:05d}.json")
     run(ddp, optimizer, 2)
     child = os.fork()
     if not child:
         try:
+            os.kill(os.getpid(), signal.SIGUSR2)  # as a whole process group may get it
             del ddp, optimizer
             gc.collect()
             time.sleep(1.0)
@@ -493,6 +495,13 @@ def given_file_here(rank: int) -> bool:
 
 def test_a_strategy_file_that_was_given_is_left_as_it_is(played: Played) -> None:
     assert played(given_file_here) == [True, True]
+
+
+def test_a_parameter_that_a_model_gives_back_gets_no_hook_in_every_step() -> None:
+    codes = torch.nn.Parameter(torch.ones(3))
+    made = 2 * codes
+    assert _first_with_gradient((codes, {"loss": made})) is made
+    assert _first_with_gradient(codes) is None
 
 
 def test_a_forked_child_leaves_its_parents_job_alone(played: Played) -> None:

@@ -425,6 +425,8 @@ def begins_alike(rank: int) -> list[bool]:
     def drawn(seed: int) -> nn.Module:
         model = tiny(seed)
         model.register_buffer("positions", torch.randn(7))
+        model.register_buffer("strided", torch.randn(4, 8)[:, ::2])
+        model.register_buffer("expanded", torch.randn(3, 1).expand(3, 5))
         return model
 
     model, first = drawn(rank), drawn(0)
@@ -839,7 +841,7 @@ def test_a_module_that_is_reduced_twice_in_a_pass(played: Played) -> None:
 
 def test_every_rank_begins_with_rank_0s_parameters_and_buffers(played: Played) -> None:
     for same in played(begins_alike):
-        assert len(same) == len([*Tiny().parameters()]) + 1
+        assert len(same) == len([*Tiny().parameters()]) + 3
         assert all(same)
 
 

@@ -113,11 +113,11 @@ def test_a_velocity_gives_as_much_on_every_plan(played, how):
         assert ratio < 1, "compression happened"
 
 
-def test_a_narrow_raw_tensor_keeps_what_rounding_takes(played):
-    """A residual drained into bfloat16: the law holds exactly, and the rounding error is not zero."""
+def test_what_a_narrow_raw_tensor_rounds_off_is_not_kept_for_good(played):
+    """A residual drained into bfloat16 is rounded as plain averages are, of numbers of some 500: nobody sends that."""
     for imbalance, left in played(drained_into_bfloat16):
-        assert imbalance == 0.0
-        assert left > 0.0
+        assert 0.0 < imbalance <= 2 * 512 * 2.0**-8
+        assert left == 0.0
 
 
 def test_warm_up_changes_the_ratio_on_all_ranks_at_the_same_step(played):

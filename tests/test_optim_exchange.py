@@ -180,6 +180,13 @@ def test_compressed_adam_does_not_decay_what_never_moved(played):
     assert played(never_moved) == [0.0, 0.0]
 
 
+def test_compressed_adam_and_what_ddp_leaves_alone(played):
+    for largest_step, apart, kept in played(left_alone):
+        assert largest_step < 0.1
+        assert apart < 1e-4
+        assert kept == 1.0
+
+
 def test_compressed_adam_refuses_checkpoints_of_another_phase(played):
     for longer, undivided, older in played(phases_refused):
         assert "the checkpoint is of step 8, after its warm-up; with warmup_steps=20 it would" in longer
@@ -202,7 +209,7 @@ def played():
         __name__,
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
-            adam_resumed, branches_resumed, never_moved, phases_refused, adamw_resumed, scaled_losses,
+            adam_resumed, branches_resumed, never_moved, left_alone, phases_refused, adamw_resumed, scaled_losses,
             only_measured,
         ),
         2,
@@ -498,6 +505,37 @@ def never_moved(rank: int) -> float:
         optimizer.load_state_dict(saved)
         train_branches(ddp, optimizer, rank, range(8, 10), which=2)  # it has a gradient now, and no variance
     return float((ddp.module.layers[2].weight - never).abs().max())
+
+
+def left_alone(rank: int) -> tuple[float, float, float]:
+    """What DDP is to ignore: its largest step after the warm-up, and how far it is from Adam's. What no rank uses in a
+    step: what is left of its momentum, though gradients were set to zero.
+    """
+    model = mlp(20, 30, 3)
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    ddp = wrap(model)
+    alone = ddp.module[2].weight
+    want, gradients, steps = alone.detach().double().numpy().copy(), [], []
+    with adam(
+        ddp, params=ddp.parameters(), lr=0.01, weight_decay=0.1, warmup_steps=3, deviation_floor=0.0
+    ) as optimizer:
+        for step in range(STEPS):
+            before = alone.detach().clone()
+            optimizer.zero_grad()
+            ddp(batch(rank, step, 20)).square().sum().backward()
+            gradients.append(alone.grad.double().numpy().copy())
+            optimizer.step()
+            steps.append(float((alone - before).abs().max()))
+    apart = distance([adam_reference(want, gradients, 3, False)], [alone.detach().double().numpy()])
+    ddp = branches()
+    with adam(ddp, warmup_steps=6, **ADAM) as optimizer:
+        train_branches(ddp, optimizer, rank, range(8))
+        kept = optimizer.state[ddp.module.layers[0].weight]["exp_avg"]
+        before = float(kept.norm())
+        optimizer.zero_grad(set_to_none=False)
+        ddp(batch(rank, 8, 20), 1).square().sum().backward()
+        optimizer.step()
+    return max(steps), apart, float(kept.norm()) / before
 
 
 def phases_refused(rank: int) -> list[str]:

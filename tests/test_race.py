@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.exchange import make_buckets, reduce_bucket, strategy_of
-from espresso.comm.execute.executor import Record
+from espresso.comm.execute.executor import Assignment, Record
 from espresso.live.candidates import Candidate, Moved
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
@@ -71,6 +71,28 @@ class Found:
 
     def revise(self, change: Any) -> Moved:
         raise AssertionError("nobody watches this job")
+
+
+def test_all_shards_count_the_same_losses() -> None:
+    """They pick alike: also where a shard has nothing of a tensor."""
+    buckets = make_buckets({"a": 3000, "b": 3000})
+    signs = strategy_of(buckets, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
+    shard = signs.over(signs.tensors[:1])
+    assert len(shard.choices) == 1
+    assert Arm("signs", Assignment(shard)).losses == Arm("signs", Assignment(signs)).losses == 2
+
+
+def test_what_a_script_does_between_two_steps_is_no_cost_of_a_race() -> None:
+    assignment = Assignment(strategy_of(BUCKETS, TWO, PLAIN))
+    arms = [Arm(name, replace(assignment)) for name in ("plain", "slow")]
+    race, now_ns, steps = Race(arms, block=4, rounds=2), 0, 0
+    while True:
+        now_ns += 1_000_000 if race.assignment is arms[0].assignment else 3_000_000
+        now_ns += 600 * 10**9 if steps == 6 else 0  # ten minutes of evaluation
+        steps += 1
+        if race.take(Record(0, assignment, done_ns=now_ns, buckets=BUCKETS)) and race.compare(OneRank()):
+            break
+    assert race.spent_us("plain") == pytest.approx(8 * 2000)
 
 
 def planner_of(search: Found, *, race_rounds: int, decide_by: int, profile_only: bool = False) -> AutoPlanner:

@@ -143,6 +143,7 @@ def test_a_failed_exchange_raises_its_own_error(played):
         assert raised["step"].startswith("EspressoError: espresso on rank")
         assert raised["another optimizer"] == "nothing was raised"
         assert raised["errors() without one"] == "RuntimeError: of the user's own"
+        assert raised["a loader"] == "RuntimeError: DataLoader timed out after 60 seconds"
 
 
 def test_a_checkpoint_is_refused_before_anything_changes(played):
@@ -353,7 +354,10 @@ def failing(rank: int) -> dict[str, str]:
         def backward() -> None:
             ddp(batch(rank, 0, 20)).sum().backward()
 
-        raised = {"errors() without one": message_of(guarded(own))}
+        def loader() -> None:
+            raise RuntimeError("DataLoader timed out after 60 seconds")
+
+        raised = {"errors() without one": message_of(guarded(own)), "a loader": message_of(guarded(loader))}
         raised["backward"] = message_of(backward)
         raised |= {
             "step": message_of(optimizer.step),

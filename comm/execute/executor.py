@@ -300,6 +300,7 @@ class Executor:
             self._owing = owing - sent
             if not self._owing:  # nothing is needed of the programs that sent it, which hold on to their buckets
                 self._programs.forget()
+                self.store.carry.clear()  # what narrow gradients round off is of no use to anybody
 
     def _asks_who_owes(self, iteration: Iteration) -> bool:
         """Whether all ranks tell what they could not send in it; alike on all of them."""

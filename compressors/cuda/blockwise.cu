@@ -8,6 +8,7 @@
 #include "common.cuh"
 
 #define TILE 4096  // a multiple of every block
+#define NEARLY 4  // numbers so near to infinity, in units of the last bit, count as it
 
 template <typename T> struct Rounding;
 template <> struct Rounding<float> {
@@ -137,7 +138,7 @@ template <int CODE_BITS, typename Form> struct Blockwise : Plain {
             for (int i = lane; i < num; i += 32) top_bits = largest(top_bits, magnitude_of(call.q(row, first + i)));
         }
         top_bits = warp_largest(top_bits);
-        const bool bad = top_bits >= Number<T>::infinity;
+        const bool bad = top_bits >= Number<T>::infinity - NEARLY;
         const T top = bad ? T(0) : number_of(top_bits);
         const bool small = top < Rounding<T>::tiny();
         const T step = small ? T(0) : top / (T)levels;

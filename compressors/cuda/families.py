@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from espresso.compressors.base import DrawKey, Layout, Starts
-from espresso.compressors.blockwise import TINY, Blockwise, Codes
+from espresso.compressors.blockwise import NEARLY, TINY, Blockwise, Codes
 from espresso.compressors.casts import Cast
 from espresso.compressors.cuda.codec import TILE, CudaCodec, CudaSummableCodec, EncodeCall
 from espresso.compressors.cuda.tables import RAW, Table
@@ -126,7 +126,7 @@ class CudaLevels(CudaCodec):
         """Parameters and what the draws depend on."""
         params, kind = self.compressor, layout.dtype.type
         bits = np.uint32 if layout.dtype.itemsize == 4 else np.uint64
-        limit = kind(np.inf).view(bits)
+        limit = bits(kind(np.inf).view(bits) - NEARLY)
         if params.top_exponent is not None:
             limit = bits(kind(params.cap).view(bits) + bits(1))
         return (

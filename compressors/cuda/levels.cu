@@ -160,7 +160,7 @@ template <typename T> struct Levels : Plain {
             for (int distance = 16; distance; distance /= 2) total += __shfl_down_sync(FULL, total, distance);
             total = __shfl_sync(FULL, total, 0);
             *size = sqrt(total);
-            return is_finite(total);
+            return *size < (double)number_of(limit);
         }
         for (int distance = 16; distance; distance /= 2) top = largest(top, __shfl_xor_sync(FULL, top, distance));
         *size = (double)number_of(top);

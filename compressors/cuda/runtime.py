@@ -137,12 +137,20 @@ class CudaDevice:
     def _load(self, file: str, kernel: str, arguments: Sequence[Any]) -> _Kernel:
         """One module a source."""
         with self._lock, self._cupy.cuda.Device(self._index):
-            module = self._modules.get(file)
-            if module is None:
-                module = self._modules[file] = self._cupy.RawModule(path=str(self._cubins.path(file)))
-            raw = module.get_function(kernel)
+            try:
+                raw = self._function(file, kernel)
+            except self._cupy.cuda.driver.CUDADriverError:  # a damaged file, or another user's
+                raw = self._function(file, kernel, anew=True)
             forms = ["Q" if isinstance(a, torch.Tensor) else _SLOTS[type(a)] for a in arguments]
             found = self._kernels[file, kernel] = _Kernel(raw, struct.Struct("<" + "".join(forms)))
+        return found
+
+    def _function(self, file: str, kernel: str, *, anew: bool = False) -> Any:
+        module = self._modules.get(file)
+        if module is None:
+            module = self._cupy.RawModule(path=str(self._cubins.path(file, anew=anew)))
+        found = module.get_function(kernel)
+        self._modules[file] = module  # it could be loaded
         return found
 
     def _check_same_device(self) -> None:
@@ -176,8 +184,11 @@ class CubinCache:
         kind = "sm" if self._is_exact else "compute"
         self.options = (*COMPILER_OPTIONS, f"--gpu-architecture={kind}_{known}")
 
-    def path(self, file: str) -> Path:
+    def path(self, file: str, *, anew: bool = False) -> Path:
         """Where the compiled source lies; its name tells text, options and compiler.
+
+        Args:
+            anew: whatever lies there is of no use.
 
         Raises:
             RuntimeError: it does not compile; with the compiler's log.
@@ -190,7 +201,7 @@ class CubinCache:
         for folder in (partial(user_folder, "CUPY_CACHE_DIR", ".cupy", "kernel_cache"), private_folder):
             try:
                 path = folder() / name
-                if not path.exists():
+                if anew or not path.exists():
                     code = code or self._compile(file, text)
                     write(path, code)
                 return path

@@ -109,7 +109,7 @@ def hybrid_shard(
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     with torch.no_grad():  # before they are cut: a shard of each rank's own values would go unnoticed
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, src=0)
+            _take_over(tensor)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if dist.get_backend(mesh["shard"].get_group()) == "gloo":
@@ -117,8 +117,19 @@ def hybrid_shard(
     return register(model, mesh["replicate"], compressor, strategy, grad_scaler, **config)
 
 
+def _take_over(tensor: torch.Tensor) -> None:
+    """Rank 0's values. Gloo knows no strides; what is expanded has its numbers in one place only."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    sent = tensor.contiguous()
+    dist.broadcast(sent, src=0)
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
 def _inside(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The blocks, each once."""
+    """The blocks, each once, what is inside another before it: FSDP takes what none has yet."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"espresso.fsdp.hybrid_shard needs a model, got {model!r:.80} ({type(model).__name__})")
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -126,12 +137,12 @@ def _inside(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> list[t
         what = f"module {sharded[0]!r}" if sharded[0] else "the model"
         raise ValueError(f"{what} was given fully_shard already: use espresso.fsdp.register")
     named_gradients(model)  # refuses what cannot be exchanged before anything is changed
-    inside = {id(module) for module in model.modules()} - {id(model)}
+    inside = {id(module): name.count(".") for name, module in model.named_modules() if module is not model}
     found: list[torch.nn.Module] = list(blocks) if isinstance(blocks, Iterable) else [blocks]
     for block in found:
         if id(block) not in inside:
             raise ValueError(f"blocks must be modules inside the model, as model.blocks, got {block!r:.80}")
-    return list(dict.fromkeys(found))
+    return sorted(dict.fromkeys(found), key=lambda block: -inside[id(block)])
 
 
 def sum_and_divide(model: torch.nn.Module) -> None:

@@ -114,7 +114,7 @@ def facts_of(module: torch.nn.Module) -> dict[str, Any]:
 
 def _first_with_gradient(output: object, depth: int = DEPTH) -> torch.Tensor | None:
     if isinstance(output, torch.Tensor):
-        return output if output.requires_grad else None
+        return output if output.grad_fn is not None else None  # a parameter would keep the hook for good
     if depth == 0:
         return None
     inner = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()

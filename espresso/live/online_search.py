@@ -150,6 +150,8 @@ class OnlineSearch:
         if asked.error_budget is None and len(self._given) > 1:
             with suppress(JobError):  # notes of another version
                 asked = Terms.of(strategy.notes) or asked
+                if asked.error_budget is None:  # found where one was named, or written by hand: the laxer of the two
+                    asked = replace(asked, error_budget=HARMLESS)
         budget, owes = asked.error_budget, owed_by(strategy, self.measured_owed())
         if not budget or owes <= math.exp(TELLING) * budget:
             return 0.0

@@ -31,7 +31,7 @@ from espresso.live.turns import DRIFT, PLAIN_MAY, Later, Turn, alike, fresh_of, 
 from espresso.live.watch import Watch
 from espresso.model.job import STEADY
 from espresso.search.terms import MAX_CANDIDATES
-from espresso.strategies import Strategy, plan
+from espresso.strategies import NONE, Strategy, plan
 
 logger = logging.getLogger("espresso")
 
@@ -162,7 +162,7 @@ class AutoPlanner:
             return
         self._stop_trying()
         if self._search.job is None or not self._observed:
-            self._measure_first()
+            self._measure_first(after=1)  # this iteration has begun
             return
         self._winner = self.verdict = None
         self._again = True
@@ -172,9 +172,9 @@ class AutoPlanner:
         self._patience, self._later = Patience(), None
         if self.verdict is None or self._turn is not None:
             self._stop_trying()
+        self._first, self._passed_at = None, -AGAIN_STEPS
         if self.verdict is None:
             self._on_profile(False)
-            self._first = None
             self._forget_profile()
         self._watch_anew()
 
@@ -199,7 +199,7 @@ class AutoPlanner:
             return "plain"
         name = self._exact.named(self.verdict.name)
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
-        if not strategy.compresses:
+        if not _compresses(strategy):
             name, strategy = "plain", self._plain.strategy
         self._stop_trying()
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
@@ -332,7 +332,7 @@ class AutoPlanner:
             strategy = self._exact.of(asked)
             if strategy is asked:
                 found.append(replace(candidate, strategy=asked))
-            elif strategy.compresses:  # what was taken out of it changes its tasks
+            elif _compresses(strategy):  # what was taken out of it changes its tasks
                 order = plan(strategy, candidate.buckets, host_copies=self._groups.host_copies).order
                 found.append(replace(candidate, strategy=strategy, order=order))
         return found
@@ -373,7 +373,8 @@ class AutoPlanner:
     def _note(self, step: int, event: Event, reason: str, since_ns: int | None = None) -> None:
         verdict = self.verdict
         assert verdict is not None
-        predicted = verdict.predicted_us.get(verdict.name, self._search.uncompressed_us)
+        unknown = self._search.uncompressed_us if verdict.name == "plain" else 0.0
+        predicted = verdict.predicted_us.get(verdict.name, unknown)
         measured = verdict.measured_us.get(verdict.name, 0.0)
         self.history.add(
             step, event, reason, verdict.name, predicted_us=predicted, measured_us=measured, since_ns=since_ns
@@ -491,7 +492,7 @@ class AutoPlanner:
             # The pause in which all is measured fills a token bucket; the steps that were watched had none.
             in_use = Arm(now, replace(kept, drain=kept.strategy.compresses), min(sent_us, change.step_us[1]))
             turn = replace(turn, in_use=in_use, predicted_us=ours_us)
-        self._turn, fresh = turn, fresh_of(turn, found, same, now)
+        fresh = fresh_of(turn, found, same, now)
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [*filter(None, [turn.in_use]), *(Arm(c.name, c.assignment, c.sent_us) for c in fresh)]
         plain = Arm("plain", replace(self._plain.assignment, drain=False), plain_sent_us)
@@ -501,6 +502,7 @@ class AutoPlanner:
         if len(arms) == 1:
             self._end_turn(turn, None, step, "the search finds nothing else", arms[0].name)
             return
+        self._turn = replace(turn, spent_us=turn.lasts_us)
         self._race = race_of(turn, arms, best_us, moved.link)
         self._pause = 0
         self._search.before_trying()
@@ -508,7 +510,7 @@ class AutoPlanner:
 
     def _let_pass(self, turn: Turn, step: int) -> None:
         """The link is as it was: a disturbance, unless it is told again at once, against the same baseline."""
-        spent_us = max(0.0, *self._groups.everywhere((time.perf_counter_ns() - turn.began_ns) / 1e3))
+        spent_us = max(self._groups.everywhere(turn.lasts_us))
         self._patience.took(step, spent_us, brought=False)
         self.probed_us += spent_us
         self._passed_at = step
@@ -516,11 +518,12 @@ class AutoPlanner:
             self.watch.forgive()
         self._note(step, Event.KEPT, "the link is as it was", turn.began_ns)
 
-    def _measure_first(self) -> None:
-        """A resumed job, which was never measured here, decides as a new one."""
+    def _measure_first(self, after: int = 0) -> None:
+        """A resumed job, which was never measured here, decides as a new one, after so many steps."""
         self._winner = self.verdict = self._first = None
-        self._warmup_steps, self._decide_by = 0, 0
-        self._on_profile(True)
+        self._warmup_steps, self._decide_by = after, 0
+        if not after:
+            self._on_profile(True)
 
     def _end_turn(self, turn: Turn, race: Race | None, step: int, why: str = "", only: str = "") -> None:
         """Adopt the best of a race, or stay.
@@ -543,8 +546,8 @@ class AutoPlanner:
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None
                 best = ours
-        spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * took[best]
-        spent_us = max(0.0, *self._groups.everywhere(spent_us))
+        spent_us = turn.lasts_us if race is None else turn.spent_us + race.spent_us(best)
+        spent_us = max(self._groups.everywhere(spent_us))
         self._patience.took(step, spent_us, brought=best != ours)
         self.probed_us += spent_us
         if best != ours:
@@ -556,9 +559,8 @@ class AutoPlanner:
             times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
         self._race, self._later = None, later
         told = {ours: turn.predicted_us} if turn.predicted_us else {}
-        self.verdict = replace(
-            verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
-        )
+        # What others took before the change says nothing now.
+        self.verdict = replace(verdict, measured_us=measured, predicted_us=verdict.predicted_us | told)
         self._has_tried = self._has_tried or race is not None
         if self.watch is not None:
             self.watch.begin(measured[ours], is_another=False, stands=later is None)
@@ -587,6 +589,11 @@ class AutoPlanner:
         ours, times = self.verdict.name, "nothing else may run" if race is None else times_of(race)
         self._adopt(name, f"{change}: {times}", race)
         self._note(step, Event.SWITCHED, f"from {ours}: {times}", since_ns)
+
+
+def _compresses(strategy: Strategy) -> bool:
+    """Whether any tensor is compressed, also of other shards, which have to decide alike."""
+    return any(choice.compressor != NONE for choice in strategy.known.values())
 
 
 Decider = FixedPlanner | AutoPlanner

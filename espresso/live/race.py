@@ -13,7 +13,7 @@ rank's medians.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,8 +44,10 @@ class Arm:
 
     @property
     def losses(self) -> int:
-        """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training."""
-        choices = self.assignment.strategy.choices.values()
+        """Lossy encodes a gradient goes through, over all tensors, also of other shards, which have to pick alike: the
+        less, the closer to plain training.
+        """
+        choices = self.assignment.strategy.known.values()
         return sum(choice.option.num_compressions for choice in choices if choice.compressor != NONE)
 
 
@@ -103,6 +105,7 @@ class Race:
         self._steps_us: dict[tuple[str, int], list[float]] = {}  # by arm and round
         self._rounds_us: dict[tuple[str, int], float] = {}
         self._first_us: dict[str, list[float]] = {}
+        self._ran: Counter[str] = Counter()
         self._before_ns: int | None = None
         self.took: dict[str, float] = {}
         self.measured: dict[str, float] = {}
@@ -134,6 +137,7 @@ class Race:
     def take(self, record: Record) -> bool:
         """Note a step. Whether a round is over that is to be compared: then all ranks call :meth:`compare`."""
         arm = self._queue.popleft()
+        self._ran[arm.name] += 1
         before, self._before_ns = self._before_ns, record.done_ns
         place, self._place = self._place, self._place + 1
         if before is not None:
@@ -191,6 +195,12 @@ class Race:
         losses = self.losses
         near = [name for name, us in self.measured.items() if us <= limit]
         return min(near, key=lambda name: (losses[name], self.measured[name]))
+
+    def spent_us(self, best: str) -> float:
+        """What its steps took beyond as many of one arm; what a script did between two of them was not the race's."""
+        longer = sum(steps * max(self.took[name] - self.took[best], 0.0) for name, steps in self._ran.items())
+        first = {name: max(min(us) - self.took[name], 0.0) for name, us in self._first_us.items()}
+        return longer + sum(first[name] * len(us) for name, us in self._first_us.items())
 
     def is_clear(self, one: str, other: str) -> bool:
         """Whether an arm is faster than another beyond what may be noise, and in two of three rounds that both ran.

@@ -247,7 +247,11 @@ class Recorder:
             logger.warning("%s writes no flight record: espresso was started outside the main thread", name)
             return lambda: None
 
+        pid = os.getpid()
+
         def write() -> None:
+            if os.getpid() != pid:  # a data loader's worker, that was forked off with what was recorded then
+                return
             self.leave("." if path is None else path, f"asked for by {name}")
 
         listening = _LISTENING.setdefault(number, _Listening())

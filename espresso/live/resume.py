@@ -102,6 +102,8 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
         residuals, velocities = _with_replicas(groups, (residuals, velocities))
     if strategy is not None and schedule is not None:
         session.adopt(strategy, schedule, kept.step, kept.epoch, decides_on=True)
+    if owing and groups.beside is not None:  # an inf in one shard keeps what all of them owe
+        session.executor.agree = groups.beside.all_true
     session.follower.epoch = kept.epoch
     session.restart(kept.step, owing & {tensor.name for tensor in session.model.tensors})  # a shard may lack some
     session.factors.load(dict(kept.factors))

@@ -215,7 +215,7 @@ class EspressoState(View):
         """What ``espresso_hook`` does."""
         Front.check(bucket)
         if self._off or (self._leaves and self._left(bucket)):
-            return Front.average(bucket, self._process_group)
+            return self._average(bucket)
         session = self.running()
         front = self._front
         assert front is not None
@@ -234,6 +234,18 @@ class EspressoState(View):
             arrived.index, arrived.buffer, is_last=arrived.is_last, describe=lambda: front.describe(bucket, arrived)
         )
         return future.then(partial(_times, self._over)) if front.averages_over_some else future
+
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """As plain DDP does, which in ``join()`` divides by what its hooks are not told."""
+        front, group = self._front, self._process_group
+        if front is None or not front.averages_over_some:
+            return Front.average(bucket, group)
+        if bucket.index() == 0:
+            with_inputs = torch.tensor([float(front.has_inputs()), 1.0], device=bucket.buffer().device)
+            dist.all_reduce(with_inputs, group=group)
+            those, everybody = with_inputs.tolist()
+            self._over = everybody / max(those, 1.0)
+        return Front.average(bucket, group).then(partial(_times, self._over))
 
     def set_grad_scale(self, scale: float) -> None:
         """Tell the loss scale by hand, where no ``GradScaler`` was given; valid from the next backward pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,7 @@ class Turn:
         began_ns: when.
         in_use: the strategy in use, which the others have to beat; None if it has to go.
         predicted_us: what it is predicted to take now; 0: nobody knows, or it does not matter.
+        spent_us: what measuring and searching took, where a race follows.
         is_second: it follows another at once, since more has changed during that.
     """
 
@@ -56,6 +58,12 @@ class Turn:
     is_second: bool
     in_use: Arm | None = None
     predicted_us: float = 0.0
+    spent_us: float = 0.0
+
+    @property
+    def lasts_us(self) -> float:
+        """Since it began, on this rank."""
+        return (time.perf_counter_ns() - self.began_ns) / 1e3
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.witness import lost_peer
+from espresso.comm.witness import is_of_a_collective
 from espresso.diagnosis.report import Diagnosis
 from espresso.live import resume
 from espresso.live.figures import METRICS, metrics_of
@@ -188,6 +188,6 @@ class View:
         except RuntimeError as error:
             if self.error is not None:
                 raise self.error from self.error.__cause__
-            if self._session is None or not lost_peer(str(error)):
+            if self._session is None or not is_of_a_collective(error):
                 raise
             raise self._session.groups.witness.explain("a collective outside espresso", error) from error

@@ -190,9 +190,13 @@ class CompressedAdam(AdaptiveOptimizer):
             self._enter_phase()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer. A step that was skipped is forgotten."""
+        """As of any optimizer. A step that was skipped is forgotten.
+
+        After the warm-up gradients are always set to None: where no rank used a parameter DDP leaves what is there, and
+        zeros would be its new momentum.
+        """
         self._has_exchanged = False
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none or self.is_compressing)
 
     def _inverse(self, param: Tensor) -> Tensor:
         """1 / (√v̂ + ε) of the frozen variance with its floor, and 0 where that is 0. Worked out once."""
@@ -290,7 +294,8 @@ class CompressedAdam(AdaptiveOptimizer):
         """What the exchange brought is the new momentum, divided already or not."""
         lr, beta1 = float(group["lr"]), float(group["betas"][0])
         for row, param, average in zip(rows, params, averages, strict=True):
-            if self.exchange.is_off:  # the mean of momenta is the momentum of the mean
+            # The mean of momenta is the momentum of the mean; what DDP leaves alone has a gradient still.
+            if self.exchange.is_off or self.exchange.name_of(row.param) is None:
                 self._blend(row.param, average, 1.0)
             row.exp_avg.copy_(average)
             inverse = self._inverse(row.param)
