@@ -5,11 +5,29 @@ from dataclasses import replace
 import pytest
 
 from espresso.model.bucket_caps import as_asked, caps_for, rebucketed
+from espresso.model.costs import CostModel
+from espresso.model.job import Job
 from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
-from espresso.search.search import advised_bucket_cap, replan, search
+from espresso.model.timeline import simulate
+from espresso.search.search import advised_bucket_cap, lay_out, replan, search
+from espresso.search.settle import is_rider
 from espresso.search.terms import Terms
-from espresso.strategies import Bucket, Mode, Slot, StrategyError
+from espresso.strategies import (
+    NONE,
+    PLAIN,
+    Bucket,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Mode,
+    Slot,
+    Strategy,
+    StrategyError,
+    TensorSpec,
+    parse_option,
+)
+from espresso.strategies.constraints import Constraints
 from tests.timeline_jobs import TOY, compute, make_job, tenth
 
 MIB = 1 << 18
@@ -92,6 +110,61 @@ def test_a_split_bucket_stays_split_when_replanned():
     assert len(set(old.strategy.choices.values())) == 2
     again = replan(job, old.strategy, payload=tenth)
     assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
+
+
+def in_pairs(sizes, gap=100.0, alpha=1000.0, beta=0.8, nodes=3):
+    """A DDP job of buckets of a matrix ``f`` and a matrix ``e`` each, of these rows of a thousand elements."""
+    rows = [(f"{kind}{i}", pair["fe".index(kind)]) for i, pair in enumerate(sizes) for kind in "fe"]
+    tensors = [TensorSpec(name, (count, 1000)) for name, count in rows]
+    numels = {tensor.name: tensor.numel for tensor in tensors}
+    named = [[(f"{kind}{i}", numels[f"{kind}{i}"]) for kind in "fe"] for i in range(len(sizes))]
+    gaps = [0.0, *[gap] * (len(tensors) - 1)]
+    ready = tuple(gap * (2 * i + 1) for i in range(len(sizes)))
+    buckets = tuple(Bucket.packed(i, row) for i, row in enumerate(named))
+    costs = CostModel(Links(None, AlphaBeta(alpha, beta)), compute(20.0, 0.1, name="efsignsgd"))
+    return Job("pairs", tuple(tensors), tuple(gaps), Cluster(nodes, 1), costs, Mode.DDP, buckets, ready)
+
+
+ONCE = parse_option("comp > flat.allgather > dec")
+SIGNS = CompressorSpec("efsignsgd")
+
+
+def test_a_replanned_strategy_is_predicted_as_it_is_exchanged():
+    """Two groups of a bucket that come to take the same are one exchange."""
+    job = in_pairs([(1000, 200)] * 4, alpha=2000.0, nodes=4)
+    plain = Strategy.uniform(job.tensors, job.cluster, partition_bytes=0)
+    old = plain.with_choices({f"f{i}": Choice(ONCE, SIGNS) for i in range(4)})
+    found = replan(job, old, compressor="efsignsgd")
+    laid = lay_out(job, found.strategy)
+    assert found.predicted_us == pytest.approx(simulate(laid, job).iteration_us)
+    assert found.uncompressed_us == pytest.approx(simulate(lay_out(job, plain), job).iteration_us)
+    assert found.baselines["old strategy"] == pytest.approx(simulate(lay_out(job, old), job).iteration_us)
+    assert found.lower_bound_us <= found.predicted_us
+
+
+def test_small_exact_tensors_ride_where_a_large_one_does_not_and_the_bound_knows():
+    job = in_pairs([(50, 100)] * 20 + [(50, 30_000)])
+    forced = {"f20": f"efsignsgd via {ONCE}"}
+    terms = Terms(constraints=Constraints(keep_exact=("e*",), force=forced), all_kinds=True)
+    found = search(job, "efsignsgd", terms=terms)
+    riding = {f"e{i}": Choice(ONCE, NONE) for i in range(20)}
+    mixed = Strategy.uniform(job.tensors, job.cluster, partition_bytes=0).with_choices(
+        {f"f{i}": Choice(ONCE, SIGNS) for i in range(21)} | riding
+    )
+    by_hand = simulate(lay_out(job, mixed), job).iteration_us
+    assert found.lower_bound_us <= by_hand
+    assert found.predicted_us <= by_hand * (1 + 1e-9)
+    assert found.strategy.choices["e20"] == PLAIN
+    assert is_rider(found.strategy.choices["e0"])
+
+
+def test_the_buckets_that_a_job_has_are_no_other_size():
+    """They were measured; by sums of gaps the same ones seem to be handed over sooner."""
+    sizes = [(1000, 1000)] * 6
+    job = rebucketed(in_pairs(sizes, gap=1000.0, alpha=2000.0, nodes=4), 25)
+    measured = replace(job, bucket_ready_us=tuple(at + 700.0 for at in job.ready_us))
+    found = search(measured, "efsignsgd", bucket_caps=(25.0, 100.0))
+    assert [row.bucket_cap_mb for row in found.caps] == [None, 100.0]
 
 
 def test_bucket_size_and_momentum_are_kept_when_replanned():

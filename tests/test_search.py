@@ -331,6 +331,14 @@ def test_a_bucket_is_split_where_both_devices_can_work_on_it():
     assert len(split.plan.groups) == 2
 
 
+def test_where_half_precision_is_best_it_is_searched_and_certified_too():
+    job = job_from_trace("lstm", 8, 1, "nvlink-100g")
+    found = search(job, "onebit")
+    asked = search(job, ("onebit", "fp16"))
+    assert found.predicted_us == asked.predicted_us
+    assert found.lower_bound_us == asked.lower_bound_us < found.predicted_us
+
+
 def test_servers_are_chosen_where_they_pay():
     alone = search(job_from_trace("vgg16", 8, 8, "pcie-25g"), "efsignsgd")
     beside = search(job_from_trace("vgg16", 8, 8, "pcie-25g", servers=8), "efsignsgd")

@@ -139,6 +139,7 @@ def test_two_workers_on_one_core_have_half_each():
 def test_water_fill():
     assert water_fill([1.0, 1.0], 2.0) == [1.0, 1.0]
     assert water_fill([1.0, 1.0, 0.25], 1.0) == [0.375, 0.375, 1.0]
+    assert water_fill([0.34, 0.55, 0.11], 1.0) == [1.0] * 3, "their sum is rounded to more"
     assert water_fill([3.0, 1.0], 2.0) == [pytest.approx(1 / 3), 1.0]
     assert water_fill([0.0, 5.0], 1.0) == [1.0, 0.2]
     assert water_fill([], 1.0) == []

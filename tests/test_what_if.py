@@ -236,6 +236,25 @@ def test_stated_links_hold_for_any_network_of_their_kind():
     assert same.costs.links.inter.beta_us_per_kb == pytest.approx(load_cluster("pcie-25g").inter.beta_us_per_kb)
 
 
+def test_servers_beside_the_workers_come_with_further_machines():
+    job = job_from_trace("vgg16", 4, 1, "pcie-25g", servers_per_node=1)
+    more = changed(job, Change(num_nodes=16))
+    assert more.cluster == job_from_trace("vgg16", 16, 1, "pcie-25g", servers_per_node=1).cluster
+    both = replace(job, cluster=replace(job.cluster, num_servers=6, num_apart=2))
+    assert changed(both, Change(num_nodes=2)).cluster == Cluster(2, 1, 4, True, 2)
+    some = replace(job, cluster=replace(job.cluster, num_servers=3))
+    with pytest.raises(JobError, match="3 servers on the job's 4 machines are not alike"):
+        changed(some, Change(num_nodes=8))
+
+
+def test_what_only_other_raw_options_bring_is_no_gain_of_compression():
+    job = job_from_trace("lstm", 4, 4, "nvlink-100g")
+    found = predict(job, [CompressorSpec.parse("onebit")], Change(inter_gbit=1600.0))
+    assert found.plain_us > 1.02 * found.best_us
+    assert found.raw_us == pytest.approx(found.best_us)
+    assert not found.pays
+
+
 def test_compression_stops_paying_somewhere():
     job = replace(measured_job(), forward_us=100_000.0)
     stops = stops_paying(job, (SIGNS,), Change())

@@ -275,10 +275,20 @@ def job_and_compressors(job: Path, texts: Sequence[str]) -> "tuple[Job, tuple[Co
     return loaded, compressors_of(texts, loaded)
 
 
+@contextmanager
+def names_as_they_are() -> Iterator[None]:
+    """In pictures, where a "$" would begin a formula."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
+
+
 def draw(path: Path | None, write: Callable[..., object], *what: object) -> None:
     """Have a picture written, if one was asked for."""
     if path is not None:
-        write(path, *what)
+        with names_as_they_are():
+            write(path, *what)
         say(f"picture written to {path}")
 
 

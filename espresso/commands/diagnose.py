@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from espresso.commands._common import JsonFlag, check_output, emit_json, picture_option, say, user_errors, working
+from espresso.commands._common import (
+    JsonFlag,
+    check_output,
+    emit_json,
+    names_as_they_are,
+    picture_option,
+    say,
+    user_errors,
+    working,
+)
 from espresso.show.gantt import IMAGE_FORMATS
 
 
@@ -42,7 +51,8 @@ def diagnose(
 
             write_trace(trace, [], flight_events(flights), metadata={"title": str(run_dir)})
         if plot is not None:
-            write_bars(plot, flights)
+            with names_as_they_are():
+                write_bars(plot, flights)
     if json_output:
         emit_json(found.to_json())
         return

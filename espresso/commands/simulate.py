@@ -12,6 +12,7 @@ from espresso.commands._common import (
     StrategyFile,
     check_output,
     emit_json,
+    names_as_they_are,
     out,
     picture_option,
     say,
@@ -87,7 +88,7 @@ def simulate(
     console.print(
         f"{title}: {human_us(timeline.iteration_us)} an iteration, of which {human_us(timeline.forward_us)}"
         f" forward and {human_us(timeline.optimizer_us)} optimizer;"
-        f" uncompressed {human_us(plain.iteration_us)} ({plain.iteration_us / timeline.iteration_us:.2f}x)",
+        f" uncompressed {human_us(plain.iteration_us)} ({_ratio(plain.iteration_us, timeline.iteration_us):.2f}x)",
         markup=False,
     )
     if loaded_job.profile is not None:
@@ -95,6 +96,10 @@ def simulate(
     for path in (trace, plot):
         if path is not None:
             say(f"written: {path}")
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 1.0
 
 
 def _timelines(job: "Job", strategy: "Strategy") -> "tuple[Timeline, Timeline]":
@@ -126,4 +131,5 @@ def _write(
     if plot is not None:
         from espresso.show.gantt import write_gantt
 
-        write_gantt(plot, events, ran, title=title)
+        with names_as_they_are():
+            write_gantt(plot, events, ran, title=title)

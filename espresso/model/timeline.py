@@ -75,6 +75,8 @@ def water_fill(demands: Sequence[float], capacity: float) -> list[float]:
             if demands[i] <= fair:
                 left -= demands[i]
         waiting = unmet
+        if not waiting:  # they just fill it, and their sum was rounded up
+            return rates
 
 
 def pace_of(contention: Contention, works: Sequence[Work]) -> Pace:

@@ -147,10 +147,28 @@ def changed(job: Job, change: Change) -> Job:
         raise RangeError(f"a round trip of {change.rtt_ms:g} ms is beyond {LONGEST_RTT_MS:g} ms")
     if change.rtt_ms is not None and cluster.num_nodes == 1:
         raise JobError("one machine has no round trip between machines: ask for two (--nodes 2)")
+    cluster = _with_servers(job, cluster)
     costs = _links_changed(job, cluster, change)
     hosts = job.hosts if cluster.num_nodes == job.cluster.num_nodes else ()
     job = replace(job, cluster=cluster, costs=_shared_cores(costs, job.cluster, cluster), hosts=hosts)
     return job if change.here is None or change.there is None else on_device(job, change.here, change.there)
+
+
+def _with_servers(job: Job, cluster: Cluster) -> Cluster:
+    """Servers on the workers' machines come and go with these; those of their own stay.
+
+    Raises:
+        JobError: not every machine has as many of them, or they were measured to differ.
+    """
+    old, colocated = job.cluster, job.cluster.num_colocated
+    if not colocated or cluster.num_nodes == old.num_nodes:
+        return cluster
+    if colocated % old.num_nodes or (job.costs.servers is not None and job.costs.servers.speeds):
+        raise JobError(
+            f"the {colocated} servers on the job's {old.num_nodes} machines are not alike: nothing says where those of"
+            f" {cluster.num_nodes} machines would be; ask for other nodes with a job that has none, or as many on each"
+        )
+    return replace(cluster, num_servers=colocated // old.num_nodes * cluster.num_nodes + old.num_apart)
 
 
 def on_device(job: Job, here: Probe, there: Probe) -> Job:

@@ -21,8 +21,8 @@ from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import shared_pricer
 from espresso.model.timeline import first_come
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
-from espresso.search.baselines import simple_baselines
-from espresso.search.candidates import Unit, leaves_of, partition_sizes, units_for
+from espresso.search.baselines import FP16, simple_baselines
+from espresso.search.candidates import Leaves, Unit, leaves_of, partition_sizes, units_for
 from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.finish import settled
@@ -121,12 +121,21 @@ def search(
     caps: tuple[float, ...] = ()
     if job.mode is Mode.DDP:
         caps = caps_for(job) if bucket_caps is None else tuple(bucket_caps)
+        caps = tuple(cap for cap in caps if held(rebucketed(job, cap)) != held(job))  # the job's own were measured
     own = [job, *(rebucketed(job, cap) for cap in caps)]
     results = []
     for number, one in enumerate(own):
         results.append(_search_buckets(one, space, effort, partitions, _part_of(progress, number, len(own))))
     result = _with_caps(results, (None, *caps)) if caps else results[0]
     result = settled(result.chosen.job, space, result)
+    kinds = {tensor.name: space.terms.constraints.kind_of(tensor) for tensor in job.tensors}
+    chosen = {c.compressor for name, c in result.strategy.choices.items() if kinds[name] == FREE}
+    if certified and FP16 in chosen.difference(space.specs):
+        # The baseline is best, and nothing was said of strategies that take it for some tensors.
+        return search(
+            job, (*space.specs, FP16), effort=effort, partitions=partitions, progress=progress, payload=payload,
+            bucket_caps=bucket_caps, terms=terms, sensitivity=sensitivity,
+        )  # fmt: skip
     if progress is not None:
         progress("search", 1.0)
     return replace(result, search_ms=(time.perf_counter() - started) * 1e3)
@@ -205,9 +214,9 @@ def replan(
     units = units_for(job, old, space.constraints)
     evaluator = Evaluator(job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload))
     whole = evaluator_at(evaluator, 0)  # as plain DDP averages
-    rows = [_found("uncompressed", whole, whole.uniform(PLAIN))]
+    rows = [_on_plan(job, _found("uncompressed", whole, whole.uniform(PLAIN)))]
     begun = evaluator.encode([old.choices[unit.tensors[0]] for unit in units])
-    rows.append(_found("old strategy", evaluator, begun))
+    rows.append(_on_plan(job, _found("old strategy", evaluator, begun)))
     algorithms_ms = (time.perf_counter() - started) * 1e3
     space.ledger.kinds_of(choice for row in rows for choice in row.choices)
     allowed = _allowed(space, rows)
@@ -215,7 +224,8 @@ def replan(
         job, evaluator, [row.start for row in allowed], space.every, (old.partition_bytes,),
         effort=REPLAN_EFFORT, ledger=space.budgets,
     )  # fmt: skip
-    allowed.append(_found("replanned", refined.evaluator, refined.strategy))
+    allowed = [_on_plan(job, row) for row in allowed]
+    allowed.append(_on_plan(job, _found("replanned", refined.evaluator, refined.strategy)))
     baselines = {row.name: row.makespan_us for row in rows[:2]}
     plain_us = rows[0].makespan_us
     bound = _merged_too(job, space, evaluator, (old.partition_bytes,), refined.bound_us)
@@ -235,8 +245,11 @@ def _asking(bucket_cap_mb: float | None, result: SearchResult) -> SearchResult:
 def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
     """The best bucket size's result; the job's own buckets stay unless another gains something."""
     own = results[0]
+    # As others are: handed over with their last gradient. Measured buckets come later.
+    job = in_buckets(own.chosen.job, own.chosen.job.laid_out)
+    own_us = min(own.predicted_us, replace(own.chosen, job=job).timeline.iteration_us)
     best = min(range(len(results)), key=lambda index: results[index].predicted_us)
-    if results[best].predicted_us > own.predicted_us / NEAR:
+    if results[best].predicted_us > own_us / NEAR:
         best = 0
     found = results[best]
     rows = tuple(
@@ -312,7 +325,7 @@ def _search_buckets(
                 job, refined.evaluator, refined.strategy, offered, ledger=space.budgets
             )  # fmt: skip
             if evaluator is not refined.evaluator:
-                allowed.append(_found("buckets split", evaluator, split))
+                allowed.append(_on_plan(job, _found("buckets split", evaluator, split)))
                 bound = _certified(job, space, evaluator, sizes, bound)
             if mixes:
                 mixed = _mixed(job, space, refined.evaluator, allowed, found)
@@ -323,25 +336,33 @@ def _search_buckets(
 
 
 def _merged_too(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
-    """The bound for strategies too that give a bucket's units of several kinds one choice: a plan exchanges them once.
+    """The bound for strategies too that give a bucket's units of several kinds one choice, or let what is raw ride in a
+    payload of others: a plan exchanges them once.
 
-    Of each bucket its largest unit alone: that bounds both.
+    Of each bucket its largest unit alone, which may ride as well, bounds all of these.
     """
     largest: dict[int, Unit] = {}
     for unit in evaluator.units:
         if unit.bucket not in largest or unit.size > largest[unit.bucket].size:
             largest[unit.bucket] = unit
-    if job.mode is Mode.PAPER or len(largest) == len(evaluator.units):
+    # Where exchanges travel together, a bucket that is raw may be a payload of its own.
+    may_merge = len(largest) < len(evaluator.units) or job.costs.links.in_flight > 1
+    if job.mode is Mode.PAPER or not may_merge:
         return bound_us
     alone = Evaluator(job, tuple(largest.values()), evaluator.partition_bytes, pricer=evaluator.pricer)
-    return _certified(job, space, alone, sizes, bound_us)
+    options = dict.fromkeys(c.option for leaves in space.every.values() for c in leaves if c.option.carries_payloads)
+    riders = tuple(Choice(option, NONE) for option in options)
+    every = {kind: tuple(dict.fromkeys((*leaves, *riders))) for kind, leaves in space.every.items()}
+    return _certified(job, space, alone, sizes, bound_us, every)
 
 
-def _certified(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
+def _certified(
+    job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float, every: Leaves | None = None
+) -> float:
     """The bound for an evaluator's units too."""
     if not space.certified:
         return bound_us
-    return min(bound_us, certify_units(job, evaluator, space.every, sizes, bound_us, space.budgets))
+    return min(bound_us, certify_units(job, evaluator, every or space.every, sizes, bound_us, space.budgets))
 
 
 def _mixed(job: Job, space: Space, base: Evaluator, allowed: Sequence[_Found], found: Sequence[_Found]) -> list[_Found]:
@@ -427,6 +448,11 @@ def _part_of(progress: Progress | None, number: int, total: int) -> Progress | N
 
 def _found(name: str, evaluator: Evaluator, strategy: npt.NDArray[np.int64]) -> _Found:
     return _Found(name, evaluator, tuple(evaluator.decode(strategy)), evaluator.makespan(strategy))
+
+
+def _on_plan(job: Job, row: _Found) -> _Found:
+    """With what it takes where a bucket's units are exchanged together that take the same."""
+    return row if job.mode is Mode.PAPER else replace(row, makespan_us=_ranked(job, row).timeline.makespan_us)
 
 
 def _result(

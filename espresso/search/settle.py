@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from espresso.model.job import Job
@@ -24,7 +25,7 @@ from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
-from espresso.search.terms import MAX_CANDIDATES, NEAR, Terms
+from espresso.search.terms import EXACT_VECTORS, MAX_CANDIDATES, NEAR, Terms
 from espresso.strategies import (
     NONE,
     PLAIN,
@@ -97,6 +98,13 @@ def in_payloads(strategy: Strategy, buckets: Iterable[Bucket], *, alone: bool = 
     return strategy.with_choices(changes) if changes else strategy
 
 
+def _widest_gap(sizes: Iterable[int]) -> float:
+    """The size below the widest gap, by factor, where some are larger than the vectors that stay exact."""
+    known = sorted({max(size, 1) for size in sizes})
+    gaps = [(high / low, low) for low, high in pairwise(known)]
+    return max(gaps)[1] if gaps and known[-1] > EXACT_VECTORS else math.inf
+
+
 @dataclass(frozen=True)
 class Settled:
     """A strategy that may run, and what having few kinds costs it.
@@ -137,23 +145,27 @@ class Settler:
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
     def priced(self, row: Ranked) -> Ranked:
-        """The row with what its strategy takes, exact tensors where they travel soonest."""
+        """The row with what its strategy takes, exact tensors where they travel soonest: all, the small ones or none in
+        payloads of others.
+        """
         apart = self._apart(row.strategy)
-        riding = self._riding(apart)
-        ways = (riding,) if riding == apart else (riding, apart)
+        ways = self._riding(apart), self._riding(apart, small=True), apart
         return min((self._simulated(replace(row, strategy=way)) for way in ways), key=lambda one: one.predicted_us)
 
     def _tried(self, row: Ranked, changes: Mapping[str, Choice]) -> Ranked:
         """The row with other choices, exact tensors where the row's travel soonest."""
-        way = self._apart(row.strategy.with_choices(changes))
-        if row.strategy == self._riding(self._apart(row.strategy)):
-            way = self._riding(way)
+        before, way = self._apart(row.strategy), self._apart(row.strategy.with_choices(changes))
+        for small in (False, True):
+            if row.strategy == self._riding(before, small=small):
+                return self._simulated(replace(row, strategy=self._riding(way, small=small)))
         return self._simulated(replace(row, strategy=way))
 
-    def _riding(self, strategy: Strategy) -> Strategy:
+    def _riding(self, strategy: Strategy, *, small: bool = False) -> Strategy:
         # Copies are priced at nothing, which is right beside a latency that was measured.
         riding = in_payloads(strategy, self._job.laid_out, alone=self._job.costs.links.in_flight > 1)
-        forbidden = [n for n, c in riding.choices.items() if is_rider(c) and not self._may(n, c)]
+        riders = [name for name, choice in riding.choices.items() if is_rider(choice)]
+        most = _widest_gap(self._numel[name] for name in riders) if small else math.inf
+        forbidden = [n for n in riders if self._numel[n] > most or not self._may(n, riding.choices[n])]
         riding = riding.with_choices(dict.fromkeys(forbidden, PLAIN)) if forbidden else riding
         most = self._terms.budgets.residual_bytes
         return riding if most == math.inf or self.bytes_kept(riding) <= most * (1 + ROUNDING) else strategy

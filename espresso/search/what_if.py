@@ -6,12 +6,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from espresso.model.job import Job
+from espresso.model.job import Job, JobError
 from espresso.model.payload_sizes import compressed
 from espresso.model.what_if import FARTHEST, Change, changed, extrapolates, own_gbit
+from espresso.search.result import SearchResult
 from espresso.search.search import search
 from espresso.search.terms import Terms
 from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy
@@ -56,12 +58,12 @@ class Prediction:
     @property
     def gain(self) -> float:
         """Steps a second of the best strategy over plain's."""
-        return self.plain_us / self.best_us
+        return self.plain_us / self.best_us if self.best_us else 1.0
 
     @property
     def pays(self) -> bool:
         """Whether compressing gains anything that is worth it."""
-        return self.raw_us / self.best_us >= PAYS
+        return self.strategy.compresses and self.raw_us >= PAYS * self.best_us
 
     @property
     def main_choice(self) -> Choice:
@@ -123,13 +125,27 @@ def predict(job: Job, specs: Sequence[CompressorSpec], change: Change) -> Predic
         (change.inter_gbit or own_gbit(job)) if known else None,
         change.rtt_ms,
         result.uncompressed_us,
-        min([result.uncompressed_us, *(result.baselines[name] for name in RAW if name in result.baselines)]),
+        _raw_us(other, specs, terms, result),
         result.predicted_us,
         result.lower_bound_us,
         result.strategy,
         extrapolates(job, change),
         result.search_ms,
     )
+
+
+def _raw_us(job: Job, specs: Sequence[CompressorSpec], terms: Terms, result: SearchResult) -> float:
+    """The best strategy that compresses nothing: searched for where it is not clear that compressing pays less."""
+    raw_us = min([result.uncompressed_us, *(result.baselines[name] for name in RAW if name in result.baselines)])
+    if not result.strategy.compresses:
+        return min(raw_us, result.predicted_us)
+    if raw_us < PAYS * result.predicted_us:
+        return raw_us
+    raw = replace(terms, constraints=replace(terms.constraints, most_compressions=0))
+    with suppress(JobError):  # some tensors are forced to be compressed
+        found = search(job, specs, partitions=terms.partitions, terms=raw, certified=False)
+        raw_us = min(raw_us, found.predicted_us)
+    return raw_us
 
 
 def stops_paying(
