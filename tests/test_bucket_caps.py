@@ -142,10 +142,11 @@ def test_a_replanned_strategy_is_predicted_as_it_is_exchanged():
     assert found.lower_bound_us <= found.predicted_us
 
 
-def test_small_exact_tensors_ride_where_a_large_one_does_not_and_the_bound_knows():
+@pytest.mark.parametrize("all_kinds", [True, False])
+def test_small_exact_tensors_ride_where_a_large_one_does_not_and_the_bound_knows(all_kinds):
     job = in_pairs([(50, 100)] * 20 + [(50, 30_000)])
     forced = {"f20": f"efsignsgd via {ONCE}"}
-    terms = Terms(constraints=Constraints(keep_exact=("e*",), force=forced), all_kinds=True)
+    terms = Terms(constraints=Constraints(keep_exact=("e*",), force=forced), all_kinds=all_kinds)
     found = search(job, "efsignsgd", terms=terms)
     riding = {f"e{i}": Choice(ONCE, NONE) for i in range(20)}
     mixed = Strategy.uniform(job.tensors, job.cluster, partition_bytes=0).with_choices(

@@ -190,6 +190,22 @@ def flushed_after_a_load(rank: int) -> list[int]:
     return [took, held]
 
 
+def owed_to_a_raw_job(rank: int) -> tuple[bool, bool]:
+    """Whether shards ask each other for infs, before and after a raw job is given what it owes."""
+    model = shard(tiny())
+    state = registered(model)
+    train(model, rank, [plain, plain])
+    saved = state.state_dict()
+    state.close()
+    model = shard(tiny())
+    state = registered(model, "none", uniform())
+    before = state.session.executor.agree is not None
+    state.load_state_dict(saved)
+    after = state.session.executor.agree is not None
+    state.close()
+    return before, after
+
+
 def narrow(rank: int) -> dict[str, Any]:
     """However a strategy is given: what every rank's checkpoint says, and whether a job goes on from its own ranks'."""
     found: dict[str, Any] = {}
@@ -700,6 +716,7 @@ SCENARIOS = (
     conserved,
     resumed,
     flushed_after_a_load,
+    owed_to_a_raw_job,
     narrow,
     used_apart,
     distributed_checkpoint,
@@ -801,6 +818,10 @@ def test_a_flush_after_a_load_ends_in_all_shards_at_once(played: Played) -> None
     assert len(set(took)) == 1
     assert 0 < took[0] < 6
     assert len(set(held)) == 2, "a shard lacks a tensor"
+
+
+def test_infs_of_a_shard_void_a_raw_jobs_steps_while_it_owes(played: Played) -> None:
+    assert played(owed_to_a_raw_job) == [(False, True)] * 4
 
 
 def test_every_rank_says_the_whole_strategy_also_of_what_its_shard_lacks(played: Played) -> None:

@@ -278,13 +278,17 @@ class Settler:
         return None
 
     def _together(self, row: Ranked, limit_us: float) -> Ranked:
-        """Exact tensors in payloads of others, if the step takes no longer: an exchange costs processors more than the
-        timeline knows.
+        """Exact tensors in payloads of others, all or the small ones, if the step takes no longer: an exchange costs
+        processors more than the timeline knows.
         """
         if self._job.costs.links.in_flight > 1:
             return row  # then they may have exchanges of their own there too
-        riding = self._simulated(replace(row, strategy=self._riding(self._apart(row.strategy))))
-        return riding if riding.predicted_us <= limit_us else row
+        apart = self._apart(row.strategy)
+        for small in (False, True):
+            riding = self._simulated(replace(row, strategy=self._riding(apart, small=small)))
+            if riding.predicted_us <= limit_us:
+                return riding
+        return row
 
     # -- 4 residuals ---------------------------------------------------------------------------------
 
