@@ -25,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.chaos.trial import blamed_in
 from benchmarks.ports import free_port
 from benchmarks.rank_pool import RANKS
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
@@ -61,8 +62,8 @@ class Trial:
     Attributes:
         raised_s: from the kill to each survivor's error.
         num_hung: survivors that did not raise, or did not exit, before time-out and grace were over.
-        num_named: survivors whose error names rank, iteration and what was waited for.
-        example: what one of them said.
+        num_named: survivors whose error names itself, iteration, what was waited for, and at last the dead rank.
+        texts: what they said.
     """
 
     strategy: str
@@ -71,7 +72,7 @@ class Trial:
     raised_s: tuple[float, ...]
     num_hung: int
     num_named: int
-    example: str
+    texts: tuple[str, ...]
 
 
 def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) -> None:
@@ -156,13 +157,15 @@ def _watch(
     for rank, process in enumerate(processes):
         process.join(max(0.0, deadline - time.monotonic()))
         num_hung += rank != victim and process.is_alive()
-    named = sum(_names(rank, text) for rank, text in texts)
-    return Trial(name, victim, round(delay_s, 3), tuple(raised), num_hung, named, texts[0][1] if texts else "")
+    named = sum(_names(rank, victim, text) for rank, text in texts)
+    return Trial(name, victim, round(delay_s, 3), tuple(raised), num_hung, named, tuple(text for _, text in texts))
 
 
-def _names(rank: int, text: str) -> bool:
+def _names(rank: int, victim: int, text: str) -> bool:
+    """Whether a survivor's error says where it was, what it waited for, and at last who it was."""
     waited_for = ("step " in text and "tensors" in text) or "after the last bucket" in text
-    return f"espresso on rank {rank} failed in iteration" in text and waited_for
+    says_itself = f"espresso on rank {rank} failed in iteration" in text
+    return says_itself and waited_for and blamed_in(rank, text)[-1:] == [{victim}]
 
 
 @app.command()

@@ -38,15 +38,21 @@ def _cpu_name() -> str:
 def versions() -> dict[str, str]:
     """Python, the libraries that do the work, and the commit (``+`` marks uncommitted changes)."""
     libraries = {name: version(name) for name in _LIBRARIES}
-    return {"python": platform.python_version(), **libraries, "commit": _commit()}
+    return {"python": platform.python_version(), **libraries, "commit": _COMMIT}
+
+
+def _said(*command: str) -> str:
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _commit() -> str:
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], cwd=root, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+    changed = _said("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return (_said("describe", "--always") or "unknown") + "+" * bool(changed)
+
+
+_COMMIT = _commit()
+"""When the run began; results that it has written by its end are no changes of the code."""
 
 
 def record(config: Mapping[str, Any], seed: int, rows: list[dict[str, Any]]) -> dict[str, Any]:

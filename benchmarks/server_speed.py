@@ -155,7 +155,7 @@ def rows_of(case: Case, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if arm["name"] == TWO_WAY and over_raw is not None:
             row["passes"] = over_raw.value >= LEAST
         elif arm["name"].startswith("espresso:") and through:
-            row["passes"] = over_plain.high >= 1.0
+            row["passes"] = over_plain.value >= 1.0
         rows.append(row)
     return rows
 

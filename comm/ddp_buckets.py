@@ -51,13 +51,14 @@ class BucketLayout:
 
     def _lay(self, module: Any, _args: Any) -> None:
         # A reducer made under inference_mode could not be written to; an evaluation leaves it to the step that follows.
-        # Nor does a rank that has no inputs, in join(), come by here: the others wait with it.
-        if not torch.is_grad_enabled() or is_joining(module):
+        if not torch.is_grad_enabled():
             return
         self._before_forward.remove()
         self._before_forward = None
         state = self._state()
-        if state is not None and self._cap is not None:
+        if is_joining(module):  # a rank that has no inputs there never comes by here
+            logger.warning("buckets: DDP's stay as they are, since a join() began before they could be laid anew")
+        elif state is not None and self._cap is not None:
             lay_anew(module, self._cap, state, self._hook)
 
 
@@ -75,7 +76,7 @@ def _why_not(ddp: Any) -> str:
 
 
 def is_joining(ddp: Any) -> bool:
-    """Whether a model is in DDP's ``join()``."""
+    """Whether a model is in DDP's ``join()``, or was: PyTorch never takes that back."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 

@@ -14,17 +14,27 @@ NodeKey = tuple[Any, ...]
 
 
 def node_key() -> NodeKey:
-    """What identifies this process's node: host name, network namespace, and the launcher's node number.
+    """What identifies this process's node: host name, network namespace, the launcher's node number, and the kernel's
+    boot.
 
-    Two ranks share a node when all three are equal. The namespace tells emulated hosts and containers
-    apart, the launcher's number several torchrun agents on one host.
+    Two ranks share a node when all are equal. The namespace tells emulated hosts and containers apart, the launcher's
+    number several torchrun agents on one host, and the boot machines of one name.
     """
     try:
         namespace = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         namespace = 0
     launch = read_environment()
-    return socket.gethostname(), namespace, None if launch is None else launch.node
+    return socket.gethostname(), namespace, None if launch is None else launch.node, boot_id()
+
+
+def boot_id() -> str:
+    """What the kernel drew when this machine was started; empty where it does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def cluster_from_nodes(keys: Sequence[NodeKey]) -> Cluster:

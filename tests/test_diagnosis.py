@@ -468,8 +468,8 @@ def test_all_ranks_are_in_one_trace_and_rows_nest() -> None:
 # -- Kineto ------------------------------------------------------------------------------------------
 
 
-def kineto(world: World, rank: int) -> dict[str, Any]:
-    """What torch.profiler would have exported."""
+def kineto(world: World, rank: int, *, logs: bool = False) -> dict[str, Any]:
+    """What torch.profiler would have exported, perhaps of a script that averages its loss behind the optimizer."""
     events = []
 
     def event(name: str, start: float, end: float, **args: Any) -> None:
@@ -488,15 +488,18 @@ def kineto(world: World, rank: int) -> dict[str, Any]:
         )
         if script.optimizer_end_us is not None:
             event("Optimizer.step#SGD.step", script.optimizer_us or 0, script.optimizer_end_us)
+            if logs:
+                event("gloo:all_reduce", end - 5.0, end, **{"Input Dims": [[[1]]]})
         for span in step.spans:
             event("gloo:all_reduce", span.start_us, span.end_us, **{"Input Dims": [[[250_000]]]})
     return {"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": len(world.ranks)}}
 
 
-def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("logs", [False, True])
+def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path, logs: bool) -> None:
     world = replace(CAUSES["slow input"][0], ahead_s=8.0)
     for rank in range(3):
-        text = json.dumps(kineto(world, rank)).encode()
+        text = json.dumps(kineto(world, rank, logs=logs)).encode()
         path = tmp_path / f"rank{rank}.json"
         if rank:
             path.write_bytes(text)
@@ -506,6 +509,28 @@ def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path) -> None:
     assert (found.findings[0].kind, found.findings[0].rank) == ("slow_input", 1)
     assert "#" not in str(found.findings[0].host), "nobody knows which ranks share a host"
     assert found.step_us == pytest.approx(world.step_us, rel=0.03)
+    assert found.shares["optimizer"] > 0.02
+
+
+def test_findings_name_ranks_as_the_job_does() -> None:
+    """Of replicas of a shard, or of a group of some ranks."""
+    flights = CAUSES["slow input"][0].flights()
+    flights = [replace(one, facts={**one.facts, "group": [0, 8, 16]}) for one in flights]
+    found = diagnose(flights)
+    assert (found.findings[0].kind, found.findings[0].rank) == ("slow_input", 8)
+    assert diagnose([flights[0], flights[2]]).missing == (8,)
+
+
+def test_a_card_that_has_become_thin_is_found_however_long_the_job_ran_well() -> None:
+    def traffic(rank: int) -> tuple[Traffic, ...]:
+        before, now = 10**11 / 444, 10**8 / (89 if rank == 1 else 444)
+        return (
+            Traffic(-1e9, 0, 0.0, 0.0, 90.0), Traffic(0.9e6, 10**11, before, 0.0, 90.0),
+            Traffic(9e6, 10**11 + 10**8, before + now, 0.0, 90.0),
+        )  # fmt: skip
+
+    found = diagnose(World(ms_a_mb=15, traffic=traffic).flights())
+    assert (found.findings[0].kind, found.findings[0].rank) == ("thin_card", 1)
 
 
 def test_ranks_that_left_no_record_are_named(tmp_path: Path) -> None:

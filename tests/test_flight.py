@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.flight.processors import Delays, Spent
 from espresso.live.figures import _predicted_overlap
-from espresso.live.marks import _first_with_gradient
+from espresso.live.marks import _with_gradient
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import Recorder, _Listening
 from espresso.model.presets import job_from_trace
@@ -119,6 +119,13 @@ def test_files_of_two_runs_do_not_mix(tmp_path: Path) -> None:
         load_run(tmp_path)
     flight(0, facts={"group": [1, 3]}).save(tmp_path / "flight-00001.json")
     assert load_run(tmp_path) == [flight()]
+    flight(0, facts={"group": [0, 1]}).save(tmp_path / "flight-00000.json")
+    flight(1, num_ranks=3, facts={"group": [0, 1, 2]}).save(tmp_path / "flight-00001.json")
+    with pytest.raises(
+        FlightError, match=r"ranks 0, 1 and of ranks 0, 1, 2 lie in .* remove the older"
+    ):
+        load_run(tmp_path)
+    flight().save(tmp_path / "flight-00000.json")
     flight(1, num_ranks=3).save(tmp_path / "flight-00001.json")
     with pytest.raises(FlightError, match="of runs with 2 and 3 ranks"):
         load_run(tmp_path)
@@ -165,6 +172,16 @@ def test_round_trips_align_clocks_that_drift() -> None:
     truth = flight(0, 400)
     ticks = tuple(tick_of(trips_at(at)) for at in (1e6, 1.2e6, 1.39e6))
     clock = align([truth, replace(shift(flight(1, 400)), ticks=ticks)])[1]
+    for each in truth.steps:
+        assert abs(clock.common(shifted(each.done_us)) - each.done_us) < 100
+
+
+def test_a_round_trip_that_was_held_up_is_left_out_where_others_are_sure() -> None:
+    truth = flight(0, 400)
+    ticks = [tick_of(trips_at(at)) for at in (1e6, 1.2e6, 1.39e6)]
+    held_up = tick_of([(shifted(1.41e6), 1.41e6 + 9_000, shifted(1.41e6 + 10_000))])
+    assert held_up.error_us > 1_000
+    clock = align([truth, replace(shift(flight(1, 400)), ticks=(*ticks, held_up))])[1]
     for each in truth.steps:
         assert abs(clock.common(shifted(each.done_us)) - each.done_us) < 100
 
@@ -500,8 +517,20 @@ def test_a_strategy_file_that_was_given_is_left_as_it_is(played: Played) -> None
 def test_a_parameter_that_a_model_gives_back_gets_no_hook_in_every_step() -> None:
     codes = torch.nn.Parameter(torch.ones(3))
     made = 2 * codes
-    assert _first_with_gradient((codes, {"loss": made})) is made
-    assert _first_with_gradient(codes) is None
+    assert [*_with_gradient((codes, {"loss": made}))] == [made]
+    assert [*_with_gradient(codes)] == []
+
+
+def test_outputs_that_a_loss_may_be_made_of_are_found_wherever_they_are() -> None:
+    made = [torch.ones(2, requires_grad=True) * number for number in range(4)]
+
+    @dataclass
+    class Out:
+        probs: torch.Tensor
+        logits: list[torch.Tensor]
+
+    found = [*_with_gradient({"both": Out(made[0], [made[1], torch.ones(1)]), "more": (made[2], made[3])})]
+    assert all(one is other for one, other in zip(found, made, strict=True))
 
 
 def test_a_forked_child_leaves_its_parents_job_alone(played: Played) -> None:

@@ -57,12 +57,13 @@ def test_hosts_namespaces_and_launchers_tell_nodes_apart():
 def test_the_key_of_this_process(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
-    host, namespace, number = node_key()
+    host, namespace, number, boot = node_key()
     assert (host, number) == (socket.gethostname(), None)
     assert namespace == os.stat("/proc/self/ns/net").st_ino
+    assert len(boot) == 36, "machines of one name are told apart"
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert node_key() == (host, namespace, 1)
+    assert node_key() == (host, namespace, 1, boot)
 
 
 def test_groups_need_torch_distributed():

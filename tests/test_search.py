@@ -19,6 +19,7 @@ from espresso.model.timeline import simulate
 from espresso.search.algorithms import bubbles, greedy, offload, size_order
 from espresso.search.baselines import inter_all_to_all, inter_gather_broadcast, simple_baselines
 from espresso.search.candidates import compressed_choices, raw_choices, units_of
+from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import NO_EFFORT
 from espresso.search.search import GREEDY, search
@@ -337,6 +338,10 @@ def test_where_half_precision_is_best_it_is_searched_and_certified_too():
     asked = search(job, ("onebit", "fp16"))
     assert found.predicted_us == asked.predicted_us
     assert found.lower_bound_us == asked.lower_bound_us < found.predicted_us
+    assert "HiPress" in found.baselines
+    owed = Sensitivity({CompressorSpec("onebit"): {"*": 1.0}})
+    told = search(job, "onebit", sensitivity=owed)
+    assert told.lower_bound_us == 0.0, "nothing is known of what fp16 owes, nor certified of where it is mixed in"
 
 
 def test_servers_are_chosen_where_they_pay():

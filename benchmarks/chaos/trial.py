@@ -251,7 +251,7 @@ def blames(plan: Plan, rank: int, text: str) -> bool:
     """Whether an error says who it was: the last one it blames is at the root of it."""
     if plan.fault.ending is Ending.NAMES_SERVER:
         return f"server rank {plan.place.num_ranks} " in text
-    blamed = _blamed(rank, text)
+    blamed = blamed_in(rank, text)
     if plan.fault.at_start:  # it says which two differ
         return plan.victim in set().union(*blamed)
     last = blamed[-1] if blamed else set()
@@ -264,7 +264,7 @@ def blames(plan: Plan, rank: int, text: str) -> bool:
     return len(sides) == 1 and any(sides != {plan.place.host_of(one)} for one in {rank, speaker})
 
 
-def _blamed(rank: int, text: str) -> list[set[int]]:
+def blamed_in(rank: int, text: str) -> list[set[int]]:
     """The ranks that a text speaks of, but for those that it says it of and those that are no workers."""
     text = re.sub(rf"on rank {rank} failed|reached from rank \d+|with ranks [\d, ]+|server rank \d+", "", text)
     found = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*)", text, re.IGNORECASE)

@@ -100,6 +100,8 @@ def metrics_of(name: str, arms: Sequence[str], seeds: int, steps: int, rate: str
             "metrics": [one["metric"] for one in runs],
             "peak_mib": max(one["peak_mib"] for one in runs),
             "replicas_equal": all(one["replicas_equal"] for one in runs),
+            "stays_plain": [one["stays_plain"] for one in runs],
+            "verdicts": [one["verdicts"] for one in runs],
         }
     less = build_task(name, tiny=tiny).less_is_more
     for one in found.values():
@@ -131,6 +133,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], ends: Mapping[str, Mapping[str, 
             ended = ["", "", ""]
         else:
             mean, inside = statistics.fmean(end["metrics"]), "yes" if end["in_band"] else "NO"
+            if left := sum(end["stays_plain"]):
+                inside += f", {left} plain"
             ended = [f"{mean:.3f}", inside, f"{end['peak_mib']:.0f}"]
         table.add_row(row["task"], row.get("rate", ""), row["arm"], *figures, *ended)
     return table
@@ -200,8 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                   "seeds": given.seeds, "tiny": given.tiny}  # fmt: skip
         results.write(given.json, results.record(config, given.seed, rows) | {"ends": ends})
     results.console(170).print(table_of(rows, ends))
-    wrong = [row for row in rows if row["replicas_equal"] is False]
-    outside = [end for task in ends.values() for end in task.values() if not end["in_band"]]
+    trained = [end for task in ends.values() for end in task.values()]
+    wrong = [row for row in [*rows, *trained] if row["replicas_equal"] is False]
+    outside = [end for end in trained if not end["in_band"]]
     return 1 if wrong or outside else 0
 
 

@@ -111,14 +111,18 @@ BOUNDS = ("none", "barrier", "plain")
 
 
 def train_to_end(task: Task, arm: Arm, place: Place, steps: int) -> dict[str, Any]:
-    """Train one arm alone in this process: its metric, and the largest memory any rank had."""
+    """Train one arm alone in this process: its metric, the largest memory any rank had, and what was in use at last."""
     trainee = Trainee.start(arm, task, adapt=True)
     while trainee.num_steps < steps:
         trainee.step(place)
     peak = torch.tensor(peak_mib())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     equal = replicas_are_equal(arm, trainee.modules())
-    found = {"metric": task.metric(trainee.modules()), "peak_mib": float(peak), "replicas_equal": equal}
+    verdicts = [str(state.verdict) for state in trainee.states if state is not None]
+    found = {
+        "metric": task.metric(trainee.modules()), "peak_mib": float(peak), "replicas_equal": equal,
+        "verdicts": verdicts, "stays_plain": bool(verdicts) and all(one.startswith("plain") for one in verdicts),
+    }  # fmt: skip
     dist.barrier()
     trainee.close()
     return found

@@ -28,7 +28,7 @@ from espresso.diagnosis.replay import (
 )
 from espresso.diagnosis.report import Diagnosis, Finding
 from espresso.diagnosis.turns import Part, Run, Turn
-from espresso.flight.form import Flight
+from espresso.flight.form import Flight, Traffic
 
 LEAST_SHARE = 0.05
 """Of a step: a smaller gain is no finding."""
@@ -93,6 +93,7 @@ class _Case:
         self.step_us = median(turn.measured for turn in run.turns) * self.passes
         self.hosts = list(dict.fromkeys(run.hosts))
         self.is_plain = run.stretch.strategy.only_averages
+        self._last = [turn.last for turn in run.turns]
 
     def diagnosis(self) -> Diagnosis:
         rules = (
@@ -116,7 +117,7 @@ class _Case:
             len(self.run.turns),
             self.run.num_ranks,
             shares,
-            tuple(sorted(set(range(self.run.num_ranks)) - {flight.rank for flight in self.run.flights})),
+            tuple(map(self._number, sorted(set(range(self.run.num_ranks)) - {one.rank for one in self.run.flights}))),
         )
 
     # -- what every rule needs -----------------------------------------------------------------------
@@ -132,6 +133,14 @@ class _Case:
     def counts(self, gain_us: float, share: float = LEAST_SHARE) -> bool:
         return gain_us > max(share * self.step_us, LEAST_GAIN_US)
 
+    def _number(self, rank: int) -> int:
+        """What the job calls a rank of its group, as launchers and names of files do."""
+        group = self.run.flights[0].facts.get("group")
+        return group[rank] if isinstance(group, list) and len(group) == self.run.num_ranks else rank
+
+    def _name(self, place: int) -> int:
+        return self._number(self.run.flights[place].rank)
+
     def _passes(self) -> int:
         """Exchanges of an optimizer's step."""
         stepped = sum(turn.parts[0].stepped for turn in self.run.turns)
@@ -146,7 +155,7 @@ class _Case:
     def _finding(
         self, kind: str, place: int | None, cost_us: float, gain_us: float, confidence: float, remedy: str, detail: str
     ) -> Finding:
-        rank = None if place is None else self.run.flights[place].rank
+        rank = None if place is None else self._name(place)
         host = None if place is None else self.run.hosts[place]
         return Finding(kind, rank, host, cost_us, gain_us, min(max(confidence, 0.0), 1.0), remedy, detail)
 
@@ -168,14 +177,13 @@ class _Case:
                 gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which), costs)  # type: ignore[misc]
                 cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
                 if self.counts(gain):
-                    remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
+                    remedy = _REMEDIES[kind].format(rank=self._name(place), host=self.run.hosts[place])
                     yield self._finding(kind, place, cost, gain, often, remedy, detail)
 
     def _often(self, place: int) -> float:
         """In how many of the steps it is the last of all, in the part of the run where it is that least often."""
-        turns = self.run.turns
-        ends = [len(turns) * spell // SPELLS for spell in range(SPELLS + 1)]
-        shares = [[turn.last == place for turn in turns[a:b]] for a, b in pairwise(ends) if b > a]
+        ends = [len(self._last) * spell // SPELLS for spell in range(SPELLS + 1)]
+        shares = [[last == place for last in self._last[a:b]] for a, b in pairwise(ends) if b > a]
         return min(sum(share) / len(share) for share in shares)
 
     def _suspects(self, place: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -241,7 +249,7 @@ class _Case:
             if self.counts(gain):
                 yield self._finding(
                     "slow_encoder", place, (mine - usual) * self.passes, gain, min(1.0, mine / usual / 2),
-                    f"give rank {self.run.flights[place].rank} on {self.run.hosts[place]} cores of its own: another"
+                    f"give rank {self._name(place)} on {self.run.hosts[place]} cores of its own: another"
                     " process uses them, or its pool has more threads than cores (offload_threads)",
                     f"compression takes {mine / 1e3:.1f} ms a step there, {usual / 1e3:.1f} ms elsewhere",
                 )  # fmt: skip
@@ -445,14 +453,21 @@ def _rate(flight: Flight) -> float | None:
     """Bytes a microsecond, while something was on the way."""
     if len(flight.traffic) < 2:
         return None
-    first, last = flight.traffic[0], flight.traffic[-1]
+    first, last = _looks(flight)
     busy = last.busy_us - first.busy_us - (last.window_us - first.window_us)
     return (last.num_bytes - first.num_bytes) / busy if busy > 0 else None
+
+
+def _looks(flight: Flight) -> tuple[Traffic, Traffic]:
+    """The last look before the steps that are kept, and the newest: a card may have become thin since the job began."""
+    begun = flight.steps[0].script.began_us or flight.steps[0].done_us
+    before = [look for look in flight.traffic[:-1] if look.at_us <= begun]
+    return before[-1] if before else flight.traffic[0], flight.traffic[-1]
 
 
 def _windowed(flight: Flight) -> float | None:
     if len(flight.traffic) < 2:
         return None
-    first, last = flight.traffic[0], flight.traffic[-1]
+    first, last = _looks(flight)
     busy = last.busy_us - first.busy_us
     return (last.window_us - first.window_us) / busy if busy > 0 else None

@@ -78,8 +78,10 @@ def align(flights: Sequence[Flight]) -> dict[int, Clock]:
     ends = _ends(first)
     clocks = {}
     for flight in flights:
-        ticked = Clock.of(flight.ticks)
-        if flight is first or _is_sure(flight):
+        # One that was taken while a rank was held up says less than no tick at all, where others are sure.
+        is_sure = flight is not first and _is_sure(flight)
+        ticked = Clock.of([tick for tick in flight.ticks if not is_sure or tick.error_us <= SURE_US])
+        if flight is first or is_sure:
             clocks[flight.rank] = ticked
         else:
             clocks[flight.rank] = _by_ends(flight, ends, Clock.of(first.ticks)) or ticked

@@ -303,9 +303,21 @@ def load_run(folder: str | Path) -> list[Flight]:
         raise FlightError(f"{folder}: holds {len(paths)} flight records; at most {MOST_RANKS} are read")
     flights = [Flight.load(path) for path in paths]
     first = flights[0].facts.get("group")
+    for flight in flights:
+        group = flight.facts.get("group")
+        # Groups of one run have no rank in common.
+        if group != first and isinstance(group, list) and isinstance(first, list) and set(first) & set(group):
+            raise FlightError(
+                f"flight records of ranks {_listed(first)} and of ranks {_listed(group)} lie in {folder}: they are of"
+                " different runs; remove the older ones"
+            )
     flights = [flight for flight in flights if flight.facts.get("group") == first]
     check_run(flights)
     return sorted(flights, key=lambda flight: flight.rank)
+
+
+def _listed(ranks: list[Any]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 def check_run(flights: Sequence[Flight]) -> None:

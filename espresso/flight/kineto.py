@@ -12,6 +12,7 @@ What is looked for: ``ProfilerStep#n``, ``DistributedDataParallel.forward``, the
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -184,7 +185,9 @@ def _step(
         return None, ()
     last = forward[-1]
     backward = [event for event in backward if event.start >= last.start]
-    exchanges = [event for event in exchanges if event.start >= last.end]
+    # Before the optimizer begins: what a script averages behind it (its loss, say) is no gradient.
+    until = next((event.start for event in optimizer if event.start >= last.end), math.inf)
+    exchanges = [event for event in exchanges if last.end <= event.start < until]
     if not backward or not exchanges:
         return None, ()
     sent = [e for e in events if e.name.lower() in ("gloo:broadcast", "nccl:broadcast") and e.start >= last.start]

@@ -6,7 +6,9 @@ the autograd engine, which calls back after its graph, and then, in turn, after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from espresso.live.script import OurOptimizers
 
 _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
-DEPTH = 4
-"""So deep a model's output is searched for a tensor with a gradient."""
+DEPTH, MOST_OUTPUTS = 4, 16
+"""So deep a model's output is searched for tensors with a gradient, and for so many of them."""
 
 
 class ScriptMarks:
@@ -68,9 +70,8 @@ class ScriptMarks:
     def _forward_end(self, module: object, inputs: object, output: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._recorder.script.forward_end_us = now_us()
-            found: Any = _first_with_gradient(output)
-            if found is not None:
-                found.register_hook(self._backward)
+            for found in islice(_with_gradient(output), MOST_OUTPUTS):
+                found.register_hook(self._backward)  # type: ignore[no-untyped-call]
 
     def _backward(self, _: torch.Tensor) -> None:
         script = self._recorder.script
@@ -112,11 +113,14 @@ def facts_of(module: torch.nn.Module) -> dict[str, Any]:
     return {"buffer_bytes": buffer_bytes(module), "bucket_cap_mb": cap / (1 << 20)}
 
 
-def _first_with_gradient(output: object, depth: int = DEPTH) -> torch.Tensor | None:
+def _with_gradient(output: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """The outputs that a loss may be made of, which need not be the first."""
     if isinstance(output, torch.Tensor):
-        return output if output.grad_fn is not None else None  # a parameter would keep the hook for good
-    if depth == 0:
-        return None
-    inner = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    found = (_first_with_gradient(each, depth - 1) for each in inner)
-    return next((tensor for tensor in found if tensor is not None), None)
+        if output.grad_fn is not None:  # a parameter would keep the hook for good
+            yield output
+    elif depth:
+        if is_dataclass(output):
+            output = vars(output)
+        inner = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+        for each in inner:
+            yield from _with_gradient(each, depth - 1)

@@ -176,6 +176,8 @@ class AutoPlanner:
         if self.verdict is None:
             self._on_profile(False)
             self._forget_profile()
+        else:
+            self._decide_by = 0  # its first steps are long past
         self._watch_anew()
 
     def resume(self, strategy: Strategy, in_force: InForce) -> None:

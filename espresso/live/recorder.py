@@ -48,6 +48,9 @@ TRIPS, FEW_TRIPS, MANY_RANKS = 8, 3, 64
 LOOKS_AFTER = (8, 64, 512, 4096)
 """Iterations after which clocks are looked at; then after every so many as the last."""
 
+LOOKS_EVERY = 256
+"""Iterations after which a rank looks at its own connections once more: half of those in the ring. It asks nobody."""
+
 KEPT_LOOKS = 256
 """Looks at clocks and connections."""
 
@@ -159,6 +162,8 @@ class Recorder:
             while self._num_intervals > KEPT_INTERVALS and len(self._kept) > 1:
                 self._num_intervals -= len(self._kept.popleft()[0].intervals)
         self._exchanged = True
+        if record.iteration % LOOKS_EVERY == LOOKS_EVERY - 1:
+            self._look_at_traffic()
 
     def skip(self) -> None:
         """An iteration is exchanged that nobody wants to keep."""

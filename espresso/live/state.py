@@ -240,7 +240,7 @@ class EspressoState(View):
         front, group = self._front, self._process_group
         if front is None or not front.averages_over_some:
             return Front.average(bucket, group)
-        if bucket.index() == 0:
+        if front.take(bucket, _nothing_follows).index == 0:
             with_inputs = torch.tensor([float(front.has_inputs()), 1.0], device=bucket.buffer().device)
             dist.all_reduce(with_inputs, group=group)
             those, everybody = with_inputs.tolist()
@@ -450,6 +450,12 @@ class EspressoState(View):
         if self._session is not None:
             self._abandon.detach()
             self._session.close()
+
+
+def _nothing_follows() -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(torch.empty(0, device="cpu"))
+    return future
 
 
 def _times(factor: float, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
-from espresso.search.space import Space, check_specs, space_of
+from espresso.search.space import Space, check_specs, sensitivity_of, space_of
 from espresso.search.splitting import split_buckets
 from espresso.search.terms import NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
@@ -132,10 +132,15 @@ def search(
     chosen = {c.compressor for name, c in result.strategy.choices.items() if kinds[name] == FREE}
     if certified and FP16 in chosen.difference(space.specs):
         # The baseline is best, and nothing was said of strategies that take it for some tensors.
-        return search(
-            job, (*space.specs, FP16), effort=effort, partitions=partitions, progress=progress, payload=payload,
-            bucket_caps=bucket_caps, terms=terms, sensitivity=sensitivity,
-        )  # fmt: skip
+        known = sensitivity_of(job, sensitivity)
+        if known is None or known.knows(FP16):
+            asked = search(
+                job, (*space.specs, FP16), effort=effort, partitions=partitions, payload=payload,
+                bucket_caps=bucket_caps, terms=terms, sensitivity=sensitivity,
+            )  # fmt: skip
+            result = replace(asked, baselines=result.baselines)
+        else:
+            result = replace(result, lower_bound_us=0.0, upper_bound_us=0.0)
     if progress is not None:
         progress("search", 1.0)
     return replace(result, search_ms=(time.perf_counter() - started) * 1e3)
@@ -214,9 +219,9 @@ def replan(
     units = units_for(job, old, space.constraints)
     evaluator = Evaluator(job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload))
     whole = evaluator_at(evaluator, 0)  # as plain DDP averages
-    rows = [_on_plan(job, _found("uncompressed", whole, whole.uniform(PLAIN)))]
+    rows = [_found("uncompressed", whole, whole.uniform(PLAIN))]
     begun = evaluator.encode([old.choices[unit.tensors[0]] for unit in units])
-    rows.append(_on_plan(job, _found("old strategy", evaluator, begun)))
+    rows.append(_found("old strategy", evaluator, begun))
     algorithms_ms = (time.perf_counter() - started) * 1e3
     space.ledger.kinds_of(choice for row in rows for choice in row.choices)
     allowed = _allowed(space, rows)
@@ -224,9 +229,9 @@ def replan(
         job, evaluator, [row.start for row in allowed], space.every, (old.partition_bytes,),
         effort=REPLAN_EFFORT, ledger=space.budgets,
     )  # fmt: skip
-    allowed = [_on_plan(job, row) for row in allowed]
-    allowed.append(_on_plan(job, _found("replanned", refined.evaluator, refined.strategy)))
-    baselines = {row.name: row.makespan_us for row in rows[:2]}
+    allowed.append(_found("replanned", refined.evaluator, refined.strategy))
+    rows, allowed = ([_on_plan(job, row) for row in some] for some in (rows, allowed))
+    baselines = {row.name: row.makespan_us for row in rows}
     plain_us = rows[0].makespan_us
     bound = _merged_too(job, space, evaluator, (old.partition_bytes,), refined.bound_us)
     result = _result(job, space, allowed, plain_us, baselines, False, started, bound, refined, algorithms_ms)

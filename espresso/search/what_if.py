@@ -37,7 +37,7 @@ class Prediction:
     Attributes:
         inter_gbit: nominal rate between machines; None where there is one machine.
         plain_us: flat allreduce of everything.
-        raw_us: the best strategy that compresses nothing.
+        raw_us: the best strategy that compresses nothing, of those that were looked at: all where it matters.
         best_us: the best strategy; ``strategy`` is it.
         lower_bound_us: certified.
         far: how many times from what was measured, by what.
@@ -141,7 +141,7 @@ def _raw_us(job: Job, specs: Sequence[CompressorSpec], terms: Terms, result: Sea
         return min(raw_us, result.predicted_us)
     if raw_us < PAYS * result.predicted_us:
         return raw_us
-    raw = replace(terms, constraints=replace(terms.constraints, most_compressions=0))
+    raw = replace(terms, for_exactness=0.0, constraints=replace(terms.constraints, most_compressions=0))
     with suppress(JobError):  # some tensors are forced to be compressed
         found = search(job, specs, partitions=terms.partitions, terms=raw, certified=False)
         raw_us = min(raw_us, found.predicted_us)
