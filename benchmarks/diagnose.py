@@ -417,11 +417,11 @@ def summary(rows: Sequence[Row], causes: Sequence[Row]) -> bool:
     typer.echo(
         f"{sum(row.right for row in causes)} of {len(causes)} causes named first;"
         f" {sum(not row.right for row in rows if row not in causes)} of {len(rows) - len(causes)} clean runs not clean;"
-        f" {sum(row.gain_is_right for row in causes)} gains right; replay: median error"
+        f" {sum(row.right and row.gain_is_right for row in causes)} gains right; replay: median error"
         f" {statistics.median(errors) if errors else 0:.1%}, worst {max(errors, default=0):.1%}"
     )
-    named = sum(row.right for row in causes) / max(len(causes), 1)
-    gains = sum(row.right and row.gain_is_right for row in causes) / max(len(causes), 1)
+    named = sum(row.right for row in causes) / len(causes) if causes else 1.0
+    gains = sum(row.right and row.gain_is_right for row in causes) / len(causes) if causes else 1.0
     clean = all(row.right for row in rows if row not in causes)
     replayed = bool(errors) and statistics.median(errors) <= MEDIAN_REPLAY and max(errors) <= WORST_REPLAY
     return clean and named >= FOUND and gains >= GAINS and replayed

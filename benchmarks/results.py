@@ -38,7 +38,7 @@ def _cpu_name() -> str:
 def versions() -> dict[str, str]:
     """Python, the libraries that do the work, and the commit (``+`` marks uncommitted changes)."""
     libraries = {name: version(name) for name in _LIBRARIES}
-    return {"python": platform.python_version(), **libraries, "commit": _COMMIT}
+    return {"python": platform.python_version(), **libraries, "commit": _commit()}
 
 
 def _said(*command: str) -> str:
@@ -47,12 +47,9 @@ def _said(*command: str) -> str:
 
 
 def _commit() -> str:
+    """Results that a run has written so far are no changes of the code."""
     changed = _said("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return (_said("describe", "--always") or "unknown") + "+" * bool(changed)
-
-
-_COMMIT = _commit()
-"""When the run began; results that it has written by its end are no changes of the code."""
 
 
 def record(config: Mapping[str, Any], seed: int, rows: list[dict[str, Any]]) -> dict[str, Any]:

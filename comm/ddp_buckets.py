@@ -51,14 +51,13 @@ class BucketLayout:
 
     def _lay(self, module: Any, _args: Any) -> None:
         # A reducer made under inference_mode could not be written to; an evaluation leaves it to the step that follows.
-        if not torch.is_grad_enabled():
+        # In join() a rank that has no inputs never comes by here: the others wait with it.
+        if not torch.is_grad_enabled() or is_joining(module):
             return
         self._before_forward.remove()
         self._before_forward = None
         state = self._state()
-        if is_joining(module):  # a rank that has no inputs there never comes by here
-            logger.warning("buckets: DDP's stay as they are, since a join() began before they could be laid anew")
-        elif state is not None and self._cap is not None:
+        if state is not None and self._cap is not None:
             lay_anew(module, self._cap, state, self._hook)
 
 
@@ -76,7 +75,7 @@ def _why_not(ddp: Any) -> str:
 
 
 def is_joining(ddp: Any) -> bool:
-    """Whether a model is in DDP's ``join()``, or was: PyTorch never takes that back."""
+    """Whether a model is in DDP's ``join()``, or was: only the next one, with ``enable=False``, takes that back."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 

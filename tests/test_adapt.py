@@ -493,6 +493,7 @@ def test_loading_an_earlier_step_begins_to_count_anew():
     assert "plain" not in planner.verdict.measured_us, "it took that before the change"
     planner.restart()
     assert planner._num_begun(99) == 1, "steps count from where they are now"
+    assert planner._decide_by == 0, "and none are waited for before another race"
     now = run(world, planner, range(100, 150), {}, now)
     world.plain_us = 500
     run(world, planner, range(150, 190), {}, now)

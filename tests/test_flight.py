@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import espresso
+from espresso.comm.connections import Sent
 from espresso.comm.execute import averaging
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.averaging import Averager
@@ -121,9 +122,7 @@ def test_files_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     assert load_run(tmp_path) == [flight()]
     flight(0, facts={"group": [0, 1]}).save(tmp_path / "flight-00000.json")
     flight(1, num_ranks=3, facts={"group": [0, 1, 2]}).save(tmp_path / "flight-00001.json")
-    with pytest.raises(
-        FlightError, match=r"ranks 0, 1 and of ranks 0, 1, 2 lie in .* remove the older"
-    ):
+    with pytest.raises(FlightError, match=r"ranks 0, 1 and of ranks 0, 1, 2 lie in .* remove the older"):
         load_run(tmp_path)
     flight().save(tmp_path / "flight-00000.json")
     flight(1, num_ranks=3).save(tmp_path / "flight-00001.json")
@@ -524,7 +523,7 @@ def test_a_parameter_that_a_model_gives_back_gets_no_hook_in_every_step() -> Non
 def test_outputs_that_a_loss_may_be_made_of_are_found_wherever_they_are() -> None:
     made = [torch.ones(2, requires_grad=True) * number for number in range(4)]
 
-    @dataclass
+    @dataclass(slots=True)
     class Out:
         probs: torch.Tensor
         logits: list[torch.Tensor]
@@ -651,6 +650,15 @@ def test_a_record_holds_as_many_steps_as_were_asked_for(tmp_path: Path) -> None:
     for last, numbers in ((0, []), (1, [2]), (2, [1, 2]), (9, [0, 1, 2])):
         there = recorder.write(tmp_path / "record.json", last)
         assert [each.number for each in Flight.load(there).steps] == numbers
+
+
+def test_connections_are_looked_at_as_often_as_the_ring_is_half_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this rank alone: between looks at clocks, which ask others, are thousands of steps."""
+    monkeypatch.setattr("espresso.comm.connections.sent", lambda: Sent(1, 1.0, 0.0, 50.0))
+    recorder = recorder_of_one_rank()
+    for number in range(600):
+        take(recorder, number, [])
+    assert len(recorder.traffic) == 2
 
 
 @pytest.mark.timeout(30)

@@ -163,8 +163,8 @@ def test_create_graph(played):
 
 
 def test_join_where_buckets_may_be_skipped(played):
-    for plain, ours in played(skipped_in_join):
-        assert ours == plain
+    for plain, ours, left in played(skipped_in_join):
+        assert ours == left == plain
         assert len(plain) in (3, 6)
 
 
@@ -495,19 +495,22 @@ def skipped_buckets(rank: int) -> dict[str, list[str]]:
     return compare(Chosen(), step, len(turns), **SKIPS)
 
 
-def skipped_in_join(rank: int) -> tuple[list[str], list[str]]:
+def skipped_in_join(rank: int) -> tuple[list[str], list[str], list[str]]:
     """All is used where there are inputs; rank 1 has twice as many."""
     everybody: list[list[str]] = []
-    for compressor in ("", "none"):
+    for compressor in ("", "none", "left"):
         ddp, digests = wrap(IntegerNet(), **SKIPS), []
-        with registered(ddp, ALLGATHER, compressor) if compressor else nullcontext(), ddp.join():
+        ours = registered(ddp, ALLGATHER, "none") if compressor else nullcontext()
+        with ours as state, ddp.join(divide_by_initial_world_size=False):
+            if compressor == "left":
+                state.unregister()
             for number in range(3 + 3 * rank):
                 ddp.zero_grad()
                 ddp(10 * number + rank).backward()
                 sgd(ddp)
                 digests.append(digest(ddp.module))
         everybody.append(digests)
-    return everybody[0], everybody[1]
+    return everybody[0], everybody[1], everybody[2]
 
 
 def bound_before_it_was_wrapped(rank: int) -> list[list[str]]:

@@ -52,4 +52,5 @@ def compare(
     console = out()
     console.print(title, markup=False)
     console.print(prediction_table({row["name"]: row["predicted_us"] for row in rows}, result.uncompressed_us))
-    console.print(f"chosen is within {100 * result.gap:.1f} % of the best there is (certified)")
+    if result.lower_bound_us or not result.predicted_us:
+        console.print(f"chosen is within {100 * result.gap:.1f} % of the best there is (certified)")

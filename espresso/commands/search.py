@@ -265,7 +265,9 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", is
         f" {human_us(result.search_ms * 1e3)}; prediction for {job.mode.value} mode"
     )
     console.print(
-        f"certified: no strategy is below {human_us(result.lower_bound_us)}, so this one is within"
+        "not certified: fp16 everywhere is best, and nothing is known of what it owes"
+        if not result.lower_bound_us and result.predicted_us
+        else f"certified: no strategy is below {human_us(result.lower_bound_us)}, so this one is within"
         f" {100 * result.gap:.1f} % of the best; certificate in {human_us(result.certificate_ms * 1e3)}"
     )
     if result.late_us > result.predicted_us:

@@ -105,7 +105,7 @@ class _Case:
         comm = self.costs.exchange_us + sum(max(each) for each in self.costs.coding_us.values())
         open_us = median(min(part.exposed for part in turn.parts) for turn in self.run.turns)
         predicted = median(exposed(turn, self.costs) for turn in self.turns)
-        shares = self._shares()
+        shares, flights = self._shares(), self.run.flights
         bound = max(BOUNDS, key=lambda name: sum(shares[phase] for phase in BOUNDS[name]))
         return Diagnosis(
             tuple(found),
@@ -117,7 +117,7 @@ class _Case:
             len(self.run.turns),
             self.run.num_ranks,
             shares,
-            tuple(map(self._number, sorted(set(range(self.run.num_ranks)) - {one.rank for one in self.run.flights}))),
+            tuple(map(flights[0].name_of, sorted(set(range(self.run.num_ranks)) - {one.rank for one in flights}))),
         )
 
     # -- what every rule needs -----------------------------------------------------------------------
@@ -133,14 +133,6 @@ class _Case:
     def counts(self, gain_us: float, share: float = LEAST_SHARE) -> bool:
         return gain_us > max(share * self.step_us, LEAST_GAIN_US)
 
-    def _number(self, rank: int) -> int:
-        """What the job calls a rank of its group, as launchers and names of files do."""
-        group = self.run.flights[0].facts.get("group")
-        return group[rank] if isinstance(group, list) and len(group) == self.run.num_ranks else rank
-
-    def _name(self, place: int) -> int:
-        return self._number(self.run.flights[place].rank)
-
     def _passes(self) -> int:
         """Exchanges of an optimizer's step."""
         stepped = sum(turn.parts[0].stepped for turn in self.run.turns)
@@ -155,7 +147,7 @@ class _Case:
     def _finding(
         self, kind: str, place: int | None, cost_us: float, gain_us: float, confidence: float, remedy: str, detail: str
     ) -> Finding:
-        rank = None if place is None else self._name(place)
+        rank = None if place is None else self.run.flights[place].name
         host = None if place is None else self.run.hosts[place]
         return Finding(kind, rank, host, cost_us, gain_us, min(max(confidence, 0.0), 1.0), remedy, detail)
 
@@ -177,7 +169,7 @@ class _Case:
                 gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which), costs)  # type: ignore[misc]
                 cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
                 if self.counts(gain):
-                    remedy = _REMEDIES[kind].format(rank=self._name(place), host=self.run.hosts[place])
+                    remedy = _REMEDIES[kind].format(rank=self.run.flights[place].name, host=self.run.hosts[place])
                     yield self._finding(kind, place, cost, gain, often, remedy, detail)
 
     def _often(self, place: int) -> float:
@@ -249,7 +241,7 @@ class _Case:
             if self.counts(gain):
                 yield self._finding(
                     "slow_encoder", place, (mine - usual) * self.passes, gain, min(1.0, mine / usual / 2),
-                    f"give rank {self._name(place)} on {self.run.hosts[place]} cores of its own: another"
+                    f"give rank {self.run.flights[place].name} on {self.run.hosts[place]} cores of its own: another"
                     " process uses them, or its pool has more threads than cores (offload_threads)",
                     f"compression takes {mine / 1e3:.1f} ms a step there, {usual / 1e3:.1f} ms elsewhere",
                 )  # fmt: skip

@@ -226,6 +226,16 @@ class Flight:
         """What a step ran."""
         return self.stretches[step.stretch]
 
+    def name_of(self, rank: int) -> int:
+        """What the job calls a rank of this one's group, as launchers and names of files do."""
+        group = self.facts.get("group")
+        return int(group[rank]) if isinstance(group, list) and len(group) == self.num_ranks else rank
+
+    @property
+    def name(self) -> int:
+        """What the job calls this rank."""
+        return self.name_of(self.rank)
+
     def fact(self, name: str, default: float) -> float:
         """A number among the facts."""
         found = self.facts.get(name)

@@ -185,8 +185,10 @@ def _step(
         return None, ()
     last = forward[-1]
     backward = [event for event in backward if event.start >= last.start]
-    # Before the optimizer begins: what a script averages behind it (its loss, say) is no gradient.
-    until = next((event.start for event in optimizer if event.start >= last.end), math.inf)
+    # Before the optimizer begins: what a script averages behind it (its loss, say) is no gradient. Kernels are not told
+    # apart so: the host runs ahead of them.
+    ended = max((event.end for event in backward), default=last.end)
+    until = math.inf if kernels else next((event.start for event in optimizer if event.start >= ended), math.inf)
     exchanges = [event for event in exchanges if last.end <= event.start < until]
     if not backward or not exchanges:
         return None, ()

@@ -7,7 +7,7 @@ the autograd engine, which calls back after its graph, and then, in turn, after 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -120,7 +120,7 @@ def _with_gradient(output: object, depth: int = DEPTH) -> Iterator[torch.Tensor]
             yield output
     elif depth:
         if is_dataclass(output):
-            output = vars(output)
+            output = [getattr(output, each.name, None) for each in fields(output)]
         inner = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
         for each in inner:
             yield from _with_gradient(each, depth - 1)

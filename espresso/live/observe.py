@@ -106,6 +106,9 @@ class ObservedJob:
         if model is None or not model.require_backward_grad_sync:
             self._ready_ns = [0] * len(self._buckets)
             return
+        if self._buckets and not any(self._ready_ns):  # a gradient of one output, or of the inputs: no backward pass
+            self.recorder.script.backward_us = None
+            return
         self._count += 1
         now, ready, buckets = time.perf_counter_ns(), self._ready_ns, self._buckets
         if _keeps_first_buckets(model) and any(ready):  # DDP has what was not used ready from the beginning

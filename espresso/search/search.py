@@ -138,6 +138,11 @@ def search(
                 job, (*space.specs, FP16), effort=effort, partitions=partitions, payload=payload,
                 bucket_caps=bucket_caps, terms=terms, sensitivity=sensitivity,
             )  # fmt: skip
+            if asked.predicted_us > result.predicted_us:  # its heuristics begin elsewhere
+                asked = replace(
+                    result, lower_bound_us=min(asked.lower_bound_us, result.predicted_us),
+                    upper_bound_us=asked.upper_bound_us,
+                )  # fmt: skip
             result = replace(asked, baselines=result.baselines)
         else:
             result = replace(result, lower_bound_us=0.0, upper_bound_us=0.0)

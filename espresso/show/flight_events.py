@@ -51,7 +51,7 @@ def _of_step(flight: Flight, step: StepRecord, zero_us: float) -> Iterator[LaneE
     start = zero_us
     for bucket, end in zip(stretch.buckets, step.ready_us, strict=True):
         names = tuple(slot.tensor for slot in bucket.slots)
-        event = LaneEvent(BACKWARD_LANE, "backward", names, 0, start, max(end, start), Kind.BACKWARD, rank=flight.rank)
+        event = LaneEvent(BACKWARD_LANE, "backward", names, 0, start, max(end, start), Kind.BACKWARD, rank=flight.name)
         yield replace(_moved(event, -zero_us), host=flight.host, iteration=step.number)
         start = event.end_us
     for span in step.spans:
@@ -69,7 +69,7 @@ def _events(flight: Flight, clock: Clock) -> Iterator[LaneEvent]:
         for lane, name, kind, start, end in _of_script(step):
             begin = clock.common(start)
             yield LaneEvent(
-                lane, name, (), 0, begin, max(clock.common(end), begin), kind, rank=flight.rank, host=flight.host
+                lane, name, (), 0, begin, max(clock.common(end), begin), kind, rank=flight.name, host=flight.host
             )
         for span in step.spans:
             yield _of_span(flight, step, span, clock)
@@ -113,6 +113,6 @@ def _of_span(flight: Flight, step: StepRecord, span: Span, clock: Clock) -> Lane
         kind_of(name, compressed=task.step.form not in (Form.RAW, Form.HALF)),
         str(group.choice.option),
         part.index,
-        rank=flight.rank,
+        rank=flight.name,
         host=flight.host,
     )

@@ -25,7 +25,7 @@ def write_bars(path: str | Path, flights: Sequence[Flight]) -> None:
 
     run = Run(flights)
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(run.flights)), layout="constrained")
-    names = [f"{host}, rank {flight.rank}" for flight, host in zip(run.flights, run.hosts, strict=True)]
+    names = [f"{host}, rank {flight.name}" for flight, host in zip(run.flights, run.hosts, strict=True)]
     left = [0.0] * len(names)
     for phase, words in PHASES.items():
         widths = [median(getattr(turn.parts[place], phase) for turn in run.turns) / 1e3 for place in range(len(names))]
