@@ -163,7 +163,8 @@ def _watch(
 
 def _names(rank: int, victim: int, text: str) -> bool:
     """Whether a survivor's error says where it was, what it waited for, and at last who it was."""
-    waited_for = ("step " in text and "tensors" in text) or "after the last bucket" in text
+    # A step of a bucket, or what all ranks do together between two of them.
+    waited_for = ("step " in text and "tensors" in text) or "after the last bucket" in text or "the ranks' " in text
     says_itself = f"espresso on rank {rank} failed in iteration" in text
     return says_itself and waited_for and blamed_in(rank, text)[-1:] == [{victim}]
 
