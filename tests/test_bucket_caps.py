@@ -11,7 +11,7 @@ from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
 from espresso.model.timeline import simulate
 from espresso.search.search import advised_bucket_cap, lay_out, replan, search
-from espresso.search.settle import is_rider
+from espresso.search.settle import Settler, is_rider
 from espresso.search.terms import Terms
 from espresso.strategies import (
     NONE,
@@ -143,7 +143,7 @@ def test_a_replanned_strategy_is_predicted_as_it_is_exchanged():
 
 
 @pytest.mark.parametrize("all_kinds", [True, False])
-def test_small_exact_tensors_ride_where_a_large_one_does_not_and_the_bound_knows(all_kinds):
+def test_small_exact_tensors_ride_where_a_large_one_does_not_and_the_bound_knows(all_kinds, monkeypatch):
     job = in_pairs([(50, 100)] * 20 + [(50, 30_000)])
     forced = {"f20": f"efsignsgd via {ONCE}"}
     terms = Terms(constraints=Constraints(keep_exact=("e*",), force=forced), all_kinds=all_kinds)
@@ -157,6 +157,9 @@ def test_small_exact_tensors_ride_where_a_large_one_does_not_and_the_bound_knows
     assert found.predicted_us <= by_hand * (1 + 1e-9)
     assert found.strategy.choices["e20"] == PLAIN
     assert is_rider(found.strategy.choices["e0"])
+    monkeypatch.setattr(Settler, "_riding", lambda self, strategy, small=False: strategy)
+    apart = search(job, "efsignsgd", terms=terms)
+    assert apart.lower_bound_us <= by_hand < apart.predicted_us, "also where nothing that rides is found"
 
 
 def test_the_buckets_that_a_job_has_are_no_other_size():

@@ -529,7 +529,7 @@ def left_alone(rank: int) -> tuple[float, float, float]:
     apart = distance([adam_reference(want, gradients, 3, False)], [alone.detach().double().numpy()])
     ddp = branches()
     with adam(ddp, warmup_steps=6, **ADAM) as optimizer:
-        train_branches(ddp, optimizer, rank, range(8))
+        train_branches(ddp, optimizer, rank, range(9))  # of the last step the first layer still has gradients
         kept = optimizer.state[ddp.module.layers[0].weight]["exp_avg"]
         before = float(kept.norm())
         optimizer.zero_grad(set_to_none=False)
