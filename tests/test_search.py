@@ -372,6 +372,7 @@ def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, 
     taken = Strategy.load(tmp_path / "strategy.json")
     assert raced
     assert body["automatic"]
+    assert body["bucket_caps"] == [], "the job's buckets are kept"
     assert (result.lower_bound_us, result.upper_bound_us, result.gap) == (0, 0, 0), "nobody waits for bounds"
     assert taken == raced[0].strategy
     assert (body["predicted_us"], body["uncompressed_us"]) == (raced[0].predicted_us, plain_us)
