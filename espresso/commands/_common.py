@@ -275,19 +275,12 @@ def job_and_compressors(job: Path, texts: Sequence[str]) -> "tuple[Job, tuple[Co
     return loaded, compressors_of(texts, loaded)
 
 
-@contextmanager
-def names_as_they_are() -> Iterator[None]:
-    """In pictures, where a "$" would begin a formula."""
-    from matplotlib import rc_context
-
-    with rc_context({"text.parse_math": False}):
-        yield
-
-
 def draw(path: Path | None, write: Callable[..., object], *what: object) -> None:
-    """Have a picture written, if one was asked for."""
+    """Have a picture written, if one was asked for; in names a "$" begins no formula."""
     if path is not None:
-        with names_as_they_are():
+        from matplotlib import rc_context
+
+        with rc_context({"text.parse_math": False}):
             write(path, *what)
         say(f"picture written to {path}")
 

@@ -5,16 +5,7 @@ from typing import Annotated
 
 import typer
 
-from espresso.commands._common import (
-    JsonFlag,
-    check_output,
-    emit_json,
-    names_as_they_are,
-    picture_option,
-    say,
-    user_errors,
-    working,
-)
+from espresso.commands._common import JsonFlag, check_output, draw, emit_json, picture_option, say, user_errors, working
 from espresso.show.gantt import IMAGE_FORMATS
 
 
@@ -50,13 +41,10 @@ def diagnose(
             from espresso.show.trace_events import write_trace
 
             write_trace(trace, [], flight_events(flights), metadata={"title": str(run_dir)})
-        if plot is not None:
-            with names_as_they_are():
-                write_bars(plot, flights)
+        draw(plot, write_bars, flights)
     if json_output:
         emit_json(found.to_json())
         return
     typer.echo(str(found))
-    for path in (trace, plot):
-        if path is not None:
-            say(f"written: {path}")
+    if trace is not None:
+        say(f"written: {trace}")

@@ -1,6 +1,7 @@
 """``espresso simulate``: how long a job's iteration takes under a strategy, and what every lane does."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,15 +12,15 @@ from espresso.commands._common import (
     JsonFlag,
     StrategyFile,
     check_output,
+    draw,
     emit_json,
-    names_as_they_are,
     out,
     picture_option,
     say,
     user_errors,
     working,
 )
-from espresso.show.gantt import IMAGE_FORMATS
+from espresso.show.gantt import IMAGE_FORMATS, write_gantt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,9 +94,8 @@ def simulate(
     )
     if loaded_job.profile is not None:
         console.print(f"profile: {loaded_job.profile}")
-    for path in (trace, plot):
-        if path is not None:
-            say(f"written: {path}")
+    if trace is not None:
+        say(f"written: {trace}")
 
 
 def _ratio(one: float, other: float) -> float:
@@ -128,8 +128,4 @@ def _write(
         from espresso.show.trace_events import write_trace
 
         write_trace(trace, events, ran, metadata={"title": title})
-    if plot is not None:
-        from espresso.show.gantt import write_gantt
-
-        with names_as_they_are():
-            write_gantt(plot, events, ran, title=title)
+    draw(plot, partial(write_gantt, title=title), events, ran)

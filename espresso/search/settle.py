@@ -164,8 +164,8 @@ class Settler:
         # Copies are priced at nothing, which is right beside a latency that was measured.
         riding = in_payloads(strategy, self._job.laid_out, alone=self._job.costs.links.in_flight > 1)
         riders = [name for name, choice in riding.choices.items() if is_rider(choice)]
-        most = _widest_gap(self._numel[name] for name in riders) if small else math.inf
-        forbidden = [n for n in riders if self._numel[n] > most or not self._may(n, riding.choices[n])]
+        largest = _widest_gap(self._numel[name] for name in riders) if small else math.inf
+        forbidden = [n for n in riders if self._numel[n] > largest or not self._may(n, riding.choices[n])]
         riding = riding.with_choices(dict.fromkeys(forbidden, PLAIN)) if forbidden else riding
         most = self._terms.budgets.residual_bytes
         return riding if most == math.inf or self.bytes_kept(riding) <= most * (1 + ROUNDING) else strategy
