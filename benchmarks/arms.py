@@ -90,7 +90,8 @@ class Arm:
         Args:
             model: no hook is registered on it yet.
             artifacts_dir: where an automatic arm leaves its strategy and its job.
-            decide_by: of an automatic arm; None leaves the setting's default.
+            decide_by: of an automatic arm; None leaves the setting's default. 0 takes as few steps as may be, for
+                where a plain one takes seconds; 1 decides as soon, and measures as much as by default.
             adapt: whether an automatic arm keeps deciding. To one that takes turns the others' blocks are a change.
         """
         if self.kind in ("none", "barrier"):
@@ -136,7 +137,7 @@ class Arm:
             config |= {"artifacts_dir": str(artifacts_dir)}
         if not path and decide_by is not None:
             config |= {"decide_by": decide_by}
-        if not path and decide_by == 0:  # plain steps are dear: as few as may be
+        if not path and decide_by == 0:
             config |= {"profile_steps": 4, "race_steps": 3}
         config["compile_beside"] = False  # what is compiled when is not what a benchmark of steps compares
         state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)

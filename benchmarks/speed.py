@@ -7,9 +7,9 @@
     python -m benchmarks.speed --device cuda --rows mlp-1                      # both hosts on the first GPU
     python -m benchmarks.speed --device cuda --backend nccl --rows mlp-1       # the same over NCCL, through sockets
 
-Two emulated hosts, each pinned to one core (not with ``--device cuda``), its card limited by ``tbf`` (burst at most
-128 KiB, the bulk rate verified before every row), bytes by the card's own counter. All arms of a row live in one
-process group and alternate in blocks; a rate is a ratio between neighbours, with its 95 % interval.
+Two emulated hosts, each pinned to one core (not with ``--device cuda``), its card limited by ``tbf`` (the bulk rate
+verified before every row), bytes by the card's own counter. All arms of a row live in one process group and alternate
+in blocks; a rate is a ratio between neighbours, with its 95 % interval.
 """
 
 import json
@@ -227,7 +227,7 @@ def train(
     argv += ["--json", str(out), "--timeout-s", "300", "--device", device, "--backend", backend]
     if case.rtt_ms:  # a plain step takes seconds far apart: as few as may be
         argv += ["--decide-by", "0"]
-    argv += ["--decide-named-by", "0"] if named_at_once else []
+    argv += ["--decide-named-by", "1"] if named_at_once else []
     argv += [] if artifacts_dir is None else ["--artifacts-dir", str(artifacts_dir.resolve() / case.name)]
     run_workers(
         network,

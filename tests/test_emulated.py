@@ -64,11 +64,9 @@ def test_rates_are_written() -> None:
     assert format_rate(1e9) == "1 Gb/s"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"num_hosts": 0}, {"num_hosts": 2, "rate": "1"}, {"num_hosts": 2, "burst_bytes": 1 << 20}]
-)
+@pytest.mark.parametrize("wrong", [{"num_hosts": 0}, {"num_hosts": 2, "rate": "1"}])
 def test_wrong_networks_are_refused(wrong: dict[str, int | str]) -> None:
-    with pytest.raises(ValueError, match=r"num_hosts|rate|burst_bytes"), open_network(**wrong):
+    with pytest.raises(ValueError, match=r"num_hosts|rate"), open_network(**wrong):
         pass
 
 
@@ -86,6 +84,18 @@ def test_bulk_rate_is_the_limit_and_the_counter_counts() -> None:
     tries = max(round(sent / once), 1)
     assert tries <= 3
     assert 0.7 * once < sent / tries < 1.4 * once
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("rate", "burst_ms"), [("50mbit", 2.7), ("400mbit", 1.1), ("2gbit", 0.6)])
+def test_a_rested_card_lets_little_through_at_once(rate: str, burst_ms: float) -> None:
+    with open_network(2, rate) as network:
+        shown = subprocess.run(
+            ["tc", "-n", str(network.hosts[1].namespace), "-raw", "-json", "qdisc", "show", "dev", "eth0"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    options = json.loads(shown.stdout)[0]["options"]
+    assert 0.8 * burst_ms < 1e3 * options["burst"] / options["rate"] < burst_ms
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ def time_arms(
 ) -> list[dict[str, Any]]:
     """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier.
 
-    Arms that name their compressor decide at once: of it they need to know little.
+    Arms that name their compressor decide as soon as they have measured: when makes no difference to their steps.
     """
-    chosen = {arm: decide_by if arm.detail.startswith("auto") else 0 for arm in arms}
+    chosen = {arm: decide_by if arm.detail.startswith("auto") else min(decide_by, 1) for arm in arms}
     trainees = [Trainee.start(arm, task, decide_by=by) for arm, by in chosen.items()]
     for one in trainees:  # each by itself: sixty uncompressed steps on a slow network would tell nothing
         warm_up([one], place, 4, Progress(None))
