@@ -112,14 +112,13 @@ class Arm:
 
     def _register_servers(self, model: DistributedDataParallel) -> Decider:
         import espresso
+        from benchmarks.exchange import uniform
         from espresso.optim.exchange import TwoWay
-        from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+        from espresso.strategies import CompressorSpec
 
-        def raw(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
-            return Strategy.uniform(tensors, cluster, Choice(parse_option("flat.push > sum@server > flat.pull")))
-
-        spec = CompressorSpec.parse("none" if self.detail == "raw" else self.detail)
-        policy = raw if self.detail == "raw" else TwoWay(spec, raw_below_bytes=0)
+        raw = self.detail == "raw"
+        spec = CompressorSpec.parse("none" if raw else self.detail)
+        policy = uniform("flat.push > sum@server > flat.pull") if raw else TwoWay(spec, raw_below_bytes=0)
         state: Decider = espresso.register(model, compressor=spec, strategy=policy)
         return state
 

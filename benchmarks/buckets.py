@@ -30,9 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.emulated import format_rate, measure_bulk_rate, open_network, run_workers
+from benchmarks.exchange import uniform
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.ratios import paired_ratio
-from benchmarks.train import Block, Place, process_group, run_block
+from benchmarks.train import Block, Place, alternate, process_group, run_block
 from espresso.live.observer import GradientClock
 from espresso.strategies import Bucket
 
@@ -67,13 +68,9 @@ class Trainee:
     def start(cls, workload: Workload, cap_mb: float, compressor: str) -> Trainee:
         """Wrap and register it."""
         import espresso
-        from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
-
-        def uniform(tensors: Any, cluster: Any) -> Strategy:
-            return Strategy.uniform(tensors, cluster, Choice(parse_option(OPTION), CompressorSpec.parse(compressor)))
 
         model = DistributedDataParallel(workload.make_model(), bucket_cap_mb=cap_mb)
-        state = espresso.register(model, strategy=uniform)
+        state = espresso.register(model, strategy=uniform(OPTION, compressor))
         return cls(cap_mb, workload, model, workload.make_optimizer(model), state)
 
     def step(self, place: Place) -> float:
@@ -114,10 +111,8 @@ def work(model: str, caps: Sequence[float], compressor: str, rounds: int, steps:
     trainees = [Trainee.start(workload, cap, compressor) for cap in caps]
     for trainee in trainees:
         run_block(partial(trainee.step, place), place, WARM_UP)
-    for turn in range(rounds):
-        first = turn % len(trainees)
-        for trainee in trainees[first:] + trainees[:first]:
-            trainee.block(place, steps)
+    for trainee in alternate(trainees, rounds):
+        trainee.block(place, steps)
     base, rows = trainees[0], []
     for one in trainees:
         times, exposed = [block.median_step_s for block in one.blocks], one.exposed_ms

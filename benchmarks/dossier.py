@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import results
 from benchmarks.convergence import MODELS, OPTIMIZERS
 from benchmarks.emulated import open_network, run_workers
+from benchmarks.ratios import half_interval
 from benchmarks.suite.task import Task
 from benchmarks.suite.tasks import build_task
 from benchmarks.train import process_group
@@ -49,9 +50,6 @@ STEPS = {"gpt": 3000, "lstm": 1000, "recommender": 1000}
 
 LOOKS = 50
 """Points of a run's curve."""
-
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Student's t at 97.5 %, by the number of seeds."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -192,22 +190,16 @@ def judge(runs: Sequence[Run]) -> list[Row]:
             metrics = [run.metric for run in mine]
             rows.append(
                 Row(
-                    case, arm, statistics.fmean(metrics), interval(metrics),
+                    case, arm, statistics.fmean(metrics), half_interval(metrics),
                     statistics.fmean(at[0] for at in there) if all_there else None,
                     statistics.fmean(at[1] for at in there) if all_there else None,
-                    interval([at[1] for at in there]) if all_there else None,
+                    half_interval([at[1] for at in there]) if all_there else None,
                     statistics.median(1e3 * (run.curve[-1][1] - run.curve[len(run.curve) // 2][1])
                                       / (run.curve[-1][0] - run.curve[len(run.curve) // 2][0]) for run in mine),
                     sign * statistics.fmean(metrics) >= worst,
                 )
             )  # fmt: skip
     return rows
-
-
-def interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean; 0 for one value."""
-    count = len(values)
-    return T_95.get(count, 2.0) * statistics.stdev(values) / count**0.5 if count > 1 else 0.0
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:

@@ -14,7 +14,6 @@ on, as any elastic script does. Checked:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import signal
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from benchmarks.exchange import digest
 from benchmarks.lasting import Job, latest, say
 from benchmarks.ports import free_port
 from benchmarks.results import RESULTS_DIR, record, write
@@ -69,7 +69,7 @@ def work(folder: Path, width: int) -> None:
     while True:
         job.train()
         job.state.check_replicas()
-        note(folder, {"size": size, "step": job.step, "digest": digest(job)})
+        note(folder, {"size": size, "step": job.step, "digest": digest(job.model.parameters())})
         if job.step % EVERY == 0:
             now = owed(job)
             if rank == 0:
@@ -85,14 +85,6 @@ def owed(job: Job) -> dict[str, torch.Tensor]:
         if row.held == RESIDUAL:
             kept[row.tensor][row.start : row.start + row.values.size] += torch.from_numpy(row.values)
     return {name: values / dist.get_world_size() for name, values in kept.items()}
-
-
-def digest(job: Job) -> str:
-    """Of the parameters, bit for bit."""
-    sha = hashlib.sha256()
-    for parameter in job.model.parameters():
-        sha.update(parameter.detach().numpy().tobytes())
-    return sha.hexdigest()[:16]
 
 
 def note(folder: Path, row: Row) -> None:

@@ -19,7 +19,18 @@ from espresso.comm.parameter_server import Client, Link
 from espresso.comm.program import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction
 from espresso.live.codecs import HostCodecs
-from espresso.strategies import Bucket, Choice, CompressorSpec, Slot, Strategy, TensorSpec, plan
+from espresso.strategies import (
+    NONE,
+    Bucket,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Slot,
+    Strategy,
+    TensorSpec,
+    parse_option,
+    plan,
+)
 from espresso.strategies.list_scheduling import list_order
 
 Array = npt.NDArray[Any]
@@ -225,6 +236,19 @@ def strategy_of(
     return Strategy(tuple(tensors), dict(choice), cluster, partition_bytes)
 
 
+def uniform(
+    option: str = "flat.allreduce", compressor: str = "none", **settings: Any
+) -> Callable[[Iterable[TensorSpec], Cluster], Strategy]:
+    """What ``espresso.register`` takes as a strategy: one choice for all tensors, uncompressed where the option is.
+
+    Args:
+        settings: of ``Strategy.uniform``.
+    """
+    parsed = parse_option(option)
+    choice = Choice(parsed, CompressorSpec.parse(compressor) if parsed.is_compressed else NONE)
+    return lambda tensors, cluster: Strategy.uniform(tensors, cluster, choice, **settings)
+
+
 def planned(assignment: Assignment, buckets: Sequence[Bucket], *, host_copies: bool = False) -> Assignment:
     """The same strategy with a total order for exactly these buckets, as list scheduling would find it."""
     laid = plan(assignment.strategy, buckets, host_copies=host_copies)
@@ -253,8 +277,8 @@ def exact_average(buckets: Sequence[Bucket], num_ranks: int, draw: int = 0) -> l
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A hash of the bits."""
+    """A hash of the bits, wherever they are."""
     hasher = hashlib.sha256()
     for tensor in tensors:
-        hasher.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()[:16]

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.emulated import Distance, open_network, run_workers
-from benchmarks.exchange import digest, kept_by
+from benchmarks.exchange import digest, kept_by, uniform
 from benchmarks.prediction import describe
 from benchmarks.train import process_group
 
@@ -116,7 +116,7 @@ class _Trainee:
         module = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
         self._model = DistributedDataParallel(Slopes(module), bucket_cap_mb=4 * max(sizes) / 2**20)
         option, spec, partition = ARMS[arm]
-        given: dict[str, Any] = {"strategy": uniform(option, spec, partition)} if option else {}
+        given: dict[str, Any] = {"strategy": uniform(option, spec, partition_bytes=partition)} if option else {}
         self.state = espresso.register(
             self._model,
             spec,
@@ -180,17 +180,6 @@ class Slopes(nn.Module):
 
     def forward(self, slopes: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([torch.dot(w, s) for w, s in zip(self.weights, slopes, strict=True)]).sum()
-
-
-def uniform(option: str, spec: str, partition: int) -> Any:
-    """A strategy that is the same for every tensor, made when the job starts."""
-    from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
-
-    def make(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
-        choice = Choice(parse_option(option), CompressorSpec.parse(spec))
-        return Strategy.uniform(tensors, cluster, choice, partition_bytes=partition)
-
-    return make
 
 
 def _as_worker(folder: Path, arms: list[str], sizes: tuple[int, ...], steps: int, kill: bool, rtt_ms: float) -> None:

@@ -316,7 +316,6 @@ def markdown(made: dict[str, Any]) -> str:
         f"{made['date']}, {config['gpu']} (compute capability {config['capability']}), CUDA {config['cuda']}, torch"
         f" {versions['torch']}, Python {versions['python']}, commit {versions['commit']}. A copy moves"
         f" {config['copy_gb_per_s']:.0f} GB/s, both directions.",
-        *(["", config["note"]] if "note" in config else []),
         "",
         "| compressor | operation | elements | µs | of copy | host µs | bar |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.emulated import Distance, open_network, run_workers
-from benchmarks.far import Slopes, uniform
+from benchmarks.exchange import uniform
+from benchmarks.far import Slopes
 from benchmarks.prediction import describe
 from benchmarks.train import Place, process_group
 
@@ -115,7 +116,7 @@ def measure(place: Place, names: dict[str, tuple[str, str]], num_servers: int) -
         sent = step_s = 0.0
         for numel in (MANY, FEW):
             model = DistributedDataParallel(Slopes(nn.ParameterList([nn.Parameter(torch.zeros(numel))])))
-            state = espresso.register(model, spec, uniform(option, spec, 0), timeout_s=120.0)
+            state = espresso.register(model, spec, uniform(option, spec, partition_bytes=0), timeout_s=120.0)
             slopes, times = [torch.randn(numel)], []
             for step in range(STEPS + 2):
                 if step == 2:  # DDP has rebuilt its buckets, and kernels are there

@@ -149,19 +149,16 @@ class Told:
 def train(rank: int, name: str, steps: int, lie: str = "", liars: tuple[int, ...] = ()) -> Told:
     """A job whose encoders are sound for ``steps`` steps; then they lie until that is noticed, if there is a lie."""
     import espresso
+    from benchmarks.exchange import uniform
     from benchmarks.models import digits
-    from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
 
     job = JOBS[name]
     torch.manual_seed(0)
     ddp = DistributedDataParallel(job.make(), bucket_cap_mb=0.1)
-    choice = Choice(parse_option(job.option), CompressorSpec.parse(job.compressor))
     kind: Any = torch.optim.AdamW if job.adamw else torch.optim.SGD
     optimizer = kind(ddp.parameters(), lr=1e-3 if job.adamw else 0.02)
     images, labels = digits()[0]
-    state = espresso.register(
-        ddp, strategy=lambda tensors, cluster: Strategy.uniform(tensors, cluster, choice), ranks_per_node=1, adapt=True
-    )
+    state = espresso.register(ddp, strategy=uniform(job.option, job.compressor), ranks_per_node=1, adapt=True)
 
     def step(number: int) -> float:
         draw = torch.Generator().manual_seed(number * NUM_RANKS + rank)

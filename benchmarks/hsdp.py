@@ -18,7 +18,6 @@ bit for bit, within 3 % of its time; replicas are equal in every arm but ``free`
 loss on data that nobody trained on has to be within native's band: its mean and two standard deviations.
 """
 
-import hashlib
 import json
 import statistics
 import sys
@@ -41,13 +40,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import espresso.fsdp
 from benchmarks import results
 from benchmarks.emulated import Distance, open_network, run_workers
-from benchmarks.models import Gpt, Workload, build_workload
+from benchmarks.exchange import digest, uniform
+from benchmarks.models import Gpt, Workload, build_workload, seeded
 from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
-from benchmarks.train import MAX_STEPS_TO_DECIDE, Block, Place, process_group, run_block
+from benchmarks.train import MAX_STEPS_TO_DECIDE, Block, Place, alternate, have_decided, process_group, run_block
 from espresso.fsdp.layout import hybrid_mesh, sum_and_divide
 from espresso.live.state import EspressoState
-from espresso.strategies import Cluster, Strategy, TensorSpec
 
 SHARDS = 2
 WARM_UP_STEPS = 5
@@ -81,31 +80,10 @@ class Runner:
         self.num_steps += 1
         return elapsed_s
 
-    def has_decided(self) -> bool:
-        """Whether the arm's state has decided on every rank (a collective)."""
-        flag = torch.tensor(int(self.state is None or self.state.decided))
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        return bool(flag.item())
-
-    def digest(self) -> str:
-        """Of this rank's shards, bit for bit."""
-        sha = hashlib.sha256()
-        for parameter in self.model.parameters():
-            shard: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
-            sha.update(shard.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return sha.hexdigest()
-
-
-def plain(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
-    """A strategy that compresses nothing."""
-    return Strategy.uniform(tensors, cluster, partition_bytes=0)
-
 
 def make_runner(arm: str, workload: Workload, mesh: DeviceMesh, layers: int, seed: int) -> Runner:
     """An arm's model, sharded; its state where it has one."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Gpt(num_layers=layers)
+    model = seeded(seed, partial(Gpt, num_layers=layers))()
     for module in (*model.get_submodule("blocks").children(), model):
         fully_shard(module, mesh=mesh if arm == "native" else mesh["shard"])
     sum_and_divide(model)
@@ -117,7 +95,7 @@ def make_runner(arm: str, workload: Workload, mesh: DeviceMesh, layers: int, see
     elif arm != "native":
         compressor = arm.removeprefix("espresso:")
         make = partial(espresso.fsdp.register, model, mesh["replicate"], timeout_s=300.0)
-        state = make("none", plain) if arm == "none" else make(compressor)
+        state = make("none", uniform(partition_bytes=0)) if arm == "none" else make(compressor)
     return Runner(arm, model, workload.make_optimizer(model), state)
 
 
@@ -130,16 +108,15 @@ def work(arms: Sequence[str], layers: int, blocks: int, steps: int, catch_up: bo
         mesh = hybrid_mesh("cpu", SHARDS)
         runners = [make_runner(arm, workload, mesh, layers, seed) for arm in arms]
         for runner in runners:
-            while not runner.has_decided() and runner.num_steps < MAX_STEPS_TO_DECIDE:
+            while not have_decided([runner.state]) and runner.num_steps < MAX_STEPS_TO_DECIDE:
                 runner.step(workload, place)
                 runner.num_steps_to_decide = runner.num_steps
         total = max(runner.num_steps for runner in runners) if catch_up else WARM_UP_STEPS
         for runner in runners:
             while runner.num_steps < total:
                 runner.step(workload, place)
-        for done in range(blocks):
-            for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
-                runner.blocks.append(run_block(partial(runner.step, workload, place), place, steps))
+        for runner in alternate(runners, blocks):
+            runner.blocks.append(run_block(partial(runner.step, workload, place), place, steps))
         rows = [row_of(runner, workload, place) for runner in runners]
         for runner in runners:
             if runner.state is not None:
@@ -151,7 +128,8 @@ def work(arms: Sequence[str], layers: int, blocks: int, steps: int, catch_up: bo
 def row_of(runner: Runner, workload: Workload, place: Place) -> dict[str, Any]:
     """An arm's figures, the same on every rank (a collective)."""
     digests: list[Any] = [None] * place.world_size
-    dist.all_gather_object(digests, runner.digest())
+    shards = (parameter.to_local() for parameter in runner.model.parameters())  # type: ignore[attr-defined]
+    dist.all_gather_object(digests, digest(shards))
     return {
         "arm": runner.arm,
         "step_ms": 1e3 * statistics.median(block.median_step_s for block in runner.blocks),

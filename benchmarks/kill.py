@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks import results
 from benchmarks.chaos.trial import blamed_in
+from benchmarks.exchange import uniform
 from benchmarks.ports import free_port
 from benchmarks.rank_pool import RANKS
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
 
 NUM_RANKS = 4
 GRACE_S = 5.0
@@ -88,7 +88,6 @@ def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) 
     from torch.nn.parallel import DistributedDataParallel
 
     import espresso
-    from espresso.live.names import named_gradients, tensor_specs
 
     logging.getLogger("espresso").addHandler(logging.NullHandler())  # the error is told below
     torch.set_num_threads(1)
@@ -97,12 +96,7 @@ def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) 
     layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
     option, compressor, ranks_per_node = STRATEGIES[name]
-    cluster = Cluster(NUM_RANKS // ranks_per_node, ranks_per_node)
-    parsed = parse_option(option) if option else None
-    choice = PLAIN
-    if parsed is not None and parsed.is_compressed:
-        choice = Choice(parsed, CompressorSpec.parse(compressor))
-    strategy: Any = Strategy.uniform(tensor_specs(named_gradients(ddp)), cluster, choice) if parsed else "auto"
+    strategy: Any = uniform(option, compressor) if option else "auto"
     state = espresso.register(
         ddp, compressor, strategy, ranks_per_node=ranks_per_node, timeout_s=timeout_s, offload_threads=1
     )

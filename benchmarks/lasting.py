@@ -27,21 +27,18 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
+from benchmarks.exchange import uniform
 from benchmarks.ports import free_port
 from benchmarks.rank_pool import RANKS
 from benchmarks.results import RESULTS_DIR, record, write
-from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 
 NUM_RANKS = 2
 PATIENCE_S = 120.0
 MOST_STALL, MOST_BESIDE = 0.05, 1.2
 """The bars of saves: the part of a save for which training stands still, and memory over what is kept."""
 
-
-def signs(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
-    """Everything by signs, with residuals."""
-    choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec("efsignsgd"))
-    return Strategy.uniform(tensors, cluster, choice, partition_bytes=0)
+SIGNS = uniform("comp > flat.allgather > dec", "efsignsgd", partition_bytes=0)
+"""Everything by signs, with residuals."""
 
 
 class Job:
@@ -51,7 +48,7 @@ class Job:
         torch.manual_seed(0)
         self.rank, self.width = rank, width
         self.model = DistributedDataParallel(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8)))
-        self.state = espresso.register(self.model, strategy=signs, ranks_per_node=1, timeout_s=60, offload_threads=1)
+        self.state = espresso.register(self.model, strategy=SIGNS, ranks_per_node=1, timeout_s=60, offload_threads=1)
         self.step = 0
 
     def train(self) -> None:

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from rich.progress import track
 
+from benchmarks import results
 from benchmarks.exchange import (
     Exchange,
     digest,
@@ -36,7 +31,6 @@ from benchmarks.rank_pool import POOL, RankPool
 from espresso.comm.execute.executor import Assignment
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Option, options_for
 
-RESULTS = Path(__file__).parent / "results" / "leaves.json"
 SAMPLE = 4
 """On three nodes of two ranks every fourth leaf of the training device runs."""
 
@@ -109,14 +103,6 @@ def wrong_on(
     return wrong
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.leaves", description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="take every n-th leaf only (writes no result)")
@@ -138,29 +124,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong += wrong_on(three_by_two, sample, pool=six)
     six.close()
     others[str(three_by_two)] = len(sample)
-    result = {
-        "benchmark": "leaves",
+    config = {
         "cluster": str(two_by_two),
         "backend": "gloo",
+        "exchanges_per_leaf": "one in plain order, one list-scheduled",
+        "bucket_elements": [sum(sizes.values()) for sizes in SIZES],
+    }
+    row = {
         "leaves": sum(not option.is_summable for option, _ in cases),
         "summable_leaves": sum(option.is_summable for option, _ in cases),
         "leaves_on_other_clusters": others,
-        "exchanges_per_leaf": "one in plain order, one list-scheduled",
-        "bucket_elements": [sum(sizes.values()) for sizes in SIZES],
         "wrong": wrong,
         "seconds": round(time.perf_counter() - began, 1),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
     }
-    text = json.dumps(result, indent=2)
-    sys.stdout.write(text + "\n")
+    result = results.record(config, 0, [row])
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if arguments.every == 1:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(text + "\n")
+        results.write(results.RESULTS_DIR / "leaves.json", result)
     return 1 if wrong else 0
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from sklearn.datasets import load_digits
@@ -33,6 +33,7 @@ from torch.nn import functional
 Name = Literal["mlp", "gpt", "cnn", "resnet", "vit", "lstm"]
 NAMES: tuple[str, ...] = get_args(Name)
 
+Made = TypeVar("Made")
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -125,8 +126,10 @@ def _seeded(seed: int, *more: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
-def _seeded_model(make: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+def seeded(seed: int, make: Callable[[], Made]) -> Callable[[], Made]:
+    """``make``, with the same weights on every rank."""
+
+    def build() -> Made:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return make()
@@ -166,7 +169,7 @@ def _digits_workload(
         drawn = torch.randint(len(labels), (world_size, batch_size), generator=generator)[rank]
         return images[drawn], labels[drawn]
 
-    return Workload(name, _seeded_model(make, seed), optimizer, batch, lambda: [test])
+    return Workload(name, seeded(seed, make), optimizer, batch, lambda: [test])
 
 
 def _mlp() -> nn.Module:
@@ -279,7 +282,7 @@ def _text_workload(
         starts = split + torch.randint(len(text) - split - context - 1, size, generator=_seeded(0, 1))
         return [windows(row) for row in starts]
 
-    return Workload(name, _seeded_model(make, seed), optimizer, batch, test_batches)
+    return Workload(name, seeded(seed, make), optimizer, batch, test_batches)
 
 
 class Block(nn.Module):

@@ -37,9 +37,14 @@ def paired_ratio(times: Sequence[float], reference: Sequence[float]) -> Ratio:
     return Ratio(math.exp(value), math.exp(low), math.exp(high))
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the mean's 95 % interval, by Student's t; 0 for one value."""
+    count = len(values)
+    return float(stats.t.ppf(0.975, count - 1)) * statistics.stdev(values) / math.sqrt(count) if count > 1 else 0.0
+
+
 def _student(values: Sequence[float]) -> tuple[float, float, float]:
-    mean = statistics.fmean(values)
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean, half = statistics.fmean(values), half_interval(values)
     return mean - half, mean, mean + half
 
 

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.emulated import parse_rate
+from benchmarks.exchange import uniform
 from benchmarks.models import build_workload
 from benchmarks.train import process_group
 from espresso.comm import connections as tcp
@@ -37,20 +38,14 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def measure(connections: list[int], rounds: int, steps: int) -> list[tuple[str, float]]:
     """Arms and the median seconds of a step; every rank calls it."""
     import espresso
-    from espresso.strategies import Choice, Cluster, Strategy, TensorSpec, parse_option
 
     workload = build_workload("mlp", 0)
     names, models, states = ["plain DDP"], [DistributedDataParallel(workload.make_model())], []
     for count in connections:
         for text, partition in OPTIONS:
-
-            def make(
-                tensors: tuple[TensorSpec, ...], cluster: Cluster, text: str = text, size: int = partition
-            ) -> Strategy:
-                return Strategy.uniform(tensors, cluster, Choice(parse_option(text)), partition_bytes=size)
-
             models.append(DistributedDataParallel(workload.make_model()))
-            states.append(espresso.register(models[-1], strategy=make, connections=count))
+            strategy = uniform(text, partition_bytes=partition)
+            states.append(espresso.register(models[-1], strategy=strategy, connections=count))
             cut = f", {partition >> 20} MB" if partition else ""
             names.append(f"{text}{cut}, connections {count}")
     optimizers = [workload.make_optimizer(model) for model in models]

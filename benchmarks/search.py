@@ -10,23 +10,20 @@ with kernels compiled and options cached; the first search of a job, which build
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import search_evidence, search_speed
+from benchmarks import results, search_evidence, search_speed
 from benchmarks.search_models import MODELS, model_job, random_model_job
 from espresso.model.job import Job
 from espresso.model.presets import cluster_names, job_from_trace, trace_names
@@ -37,7 +34,6 @@ from espresso.search.settle import finer
 from espresso.search.terms import Terms
 from espresso.strategies import CompressorSpec, TensorSpec
 
-RESULTS = Path(__file__).parent / "results"
 SHAPE = (8, 8)
 COMPRESSORS = ("randomk:ratio=0.01", "dgc:ratio=0.01", "efsignsgd")
 FAMILIES = tuple(
@@ -196,21 +192,10 @@ def families_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def facts() -> dict[str, Any]:
-    """Hardware, versions, date."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "processor": model,
-        "cores": os.cpu_count(),
-        # Times are only worth something on a quiet machine: near zero before the benchmark itself.
-        "load_before": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("numba", "numpy")},
-    }
+    """Hardware, load, versions."""
+    # Times are only worth something on a quiet machine: near zero before the benchmark itself.
+    load = {"load_before": round(os.getloadavg()[0], 1)}
+    return results.hardware() | load | results.versions()
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -324,14 +309,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the others keep their last results",
     )
     chosen = parser.parse_args(argv).only
-    path = RESULTS / "search.json"
+    path = results.RESULTS_DIR / "search.json"
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     body = {name: value for name, value in body.items() if name.split("_")[0] in sections}
     about = facts()
     for name, section in sections.items():
         if name in chosen:
             body[name] = section()
-            body[f"{name}_facts"] = about | {"date": datetime.now(UTC).isoformat(timespec="minutes")}
+            body[f"{name}_facts"] = {"date": datetime.now(UTC).isoformat(timespec="minutes"), **about}
     if "families" in body:
         body["families_summary"] = families_summary(body["families"])
     for name in GAP_SECTIONS:
@@ -339,9 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             body[f"{name}_summary"] = summary(body[name])
         if name in chosen:
             body[f"{name}_evidence"] = search_evidence.evidence(body[name], job_of)
-    RESULTS.mkdir(exist_ok=True)
+    results.RESULTS_DIR.mkdir(exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")
-    (RESULTS / "search.md").write_text(markdown(body))
+    (results.RESULTS_DIR / "search.md").write_text(markdown(body))
     sys.stdout.write(markdown(body))
     return 0
 

@@ -14,13 +14,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ MAX_STEPS_TO_DECIDE = 60
 UNTIMED_STEPS = 1
 
 app = typer.Typer(pretty_exceptions_enable=False)
+
+Taker = TypeVar("Taker")
 
 # PyTorch's compiler, which DDP loads, is half a million objects: nobody has to look through them at the end.
 atexit.register(gc.freeze)
@@ -150,9 +152,7 @@ class Runner:
 
     def has_decided(self) -> bool:
         """Whether the arm's state has decided on every rank (a collective)."""
-        flag = torch.tensor(1 if self.state is None or self.state.decided else 0)
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        return bool(flag.item())
+        return have_decided([self.state])
 
 
 class Progress:
@@ -166,6 +166,13 @@ class Progress:
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps({"phase": phase, "arm": arm.name, "done": done, "total": total}) + "\n")
+
+
+def have_decided(states: Iterable[Decider | None]) -> bool:
+    """Whether all that decides for itself has decided on every rank (a collective)."""
+    flag = torch.tensor(int(all(state is None or state.decided for state in states)))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
 
 
 def warm_up(runners: Sequence[Steps], place: Place, num_steps: int, progress: Progress) -> None:
@@ -214,16 +221,20 @@ def run_block(step: Callable[[], float], place: Place, num_steps: int) -> Block:
     return Block((elapsed / place.world_size).tolist(), slowest.tolist(), bytes_per_step)
 
 
-def replicas_are_equal(arm: Arm, models: Sequence[nn.Module]) -> bool | None:
-    """Whether all ranks hold the same parameters, bit for bit (a collective); None if the arm does not try to."""
-    if not arm.keeps_replicas_equal:
-        return None
-    flat = torch.cat([p.detach().flatten() for model in models for p in model.parameters()]).view(torch.int32)
-    low = torch.stack([flat.long().sum(), flat[::7].long().sum(), flat[1::11].long().sum()]).cpu()
-    high = low.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    return bool((low == high).all())
+def alternate(runners: Sequence[Taker], rounds: int) -> Iterator[Taker]:
+    """Every runner once a round; rotated, so that no arm always follows the same one."""
+    for done in range(rounds):
+        first = done % len(runners)
+        yield from (*runners[first:], *runners[:first])
+
+
+def replicas_are_equal(models: Iterable[nn.Module]) -> bool:
+    """Whether all ranks hold the same parameters, bit for bit (a collective)."""
+    from benchmarks.exchange import digest
+
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, digest(p for model in models for p in model.parameters()))
+    return len(set(everybody)) == 1
 
 
 def summarize(runner: Runner, runners: list[Runner]) -> dict[str, Any]:
@@ -362,13 +373,11 @@ def main(
         runners = make_runners(parsed, workload, artifacts_dir, total_steps, decide_by, decide_named_by)
         warm_up(runners, place, warmup_steps, progress)
         send_as_much(runners)
-        for done in range(blocks):
-            # Rotated, so that no arm always follows the same one.
-            for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
-                runner.blocks.append(run_block(partial(runner.step, place), place, steps_per_block))
-                progress.report("timing", runner.arm, done + 1, blocks)
+        for runner in alternate(runners, blocks):
+            runner.blocks.append(run_block(partial(runner.step, place), place, steps_per_block))
+            progress.report("timing", runner.arm, len(runner.blocks), blocks)
         finish(runners, place, progress)
-        equal = [replicas_are_equal(runner.arm, [runner.model]) for runner in runners]
+        equal = [replicas_are_equal([one.model]) if one.arm.keeps_replicas_equal else None for one in runners]
         rows = [summarize(runner, runners) for runner in runners] if place.rank == 0 else []
         dist.barrier()
         for runner in runners:

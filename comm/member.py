@@ -21,6 +21,9 @@ BEAT_TAG = 2
 MAX_CONNECTIONS = 16
 """Between two ranks."""
 
+LONGEST_S = 1e6
+"""Of a time-out: eleven days. Clocks of the libraries below overflow later."""
+
 
 @dataclass(frozen=True)
 class Member:

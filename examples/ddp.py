@@ -33,7 +33,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, chosen.width), nn.ReLU(), nn.Linear(chosen.width, chosen.width), nn.ReLU())
 net.append(nn.Linear(chosen.width, 10))
 model = DistributedDataParallel(net)
-state = espresso.register(model)  # the one line
+state = espresso.register(model, compile_beside=False)  # the one line; the first run compiles for a minute
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 digits = load_digits()

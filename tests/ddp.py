@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import logging
 import traceback
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
+from benchmarks import exchange
 from espresso.live.checkpoint import Checkpoint
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.parts import RESIDUAL
@@ -120,11 +120,7 @@ def registered(
 
 def digest(module: nn.Module) -> str:
     """A hash of all parameters, bit for bit."""
-    sha = hashlib.sha256()
-    for parameter in module.parameters():
-        flat = parameter.detach().cpu().clone().contiguous().reshape(-1)
-        sha.update(flat.view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
+    return exchange.digest(module.parameters())
 
 
 def same(left: nn.Module, right: nn.Module) -> bool:

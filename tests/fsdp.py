@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 import espresso
 import espresso.fsdp
+from benchmarks import exchange
 from espresso.fsdp.layout import sum_and_divide
 from espresso.live.state import EspressoState
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.ddp import ALLGATHER
 
 VOCABULARY, WIDTH, ROWS = 37, 10, 6
@@ -110,15 +109,8 @@ def tiny(seed: int = 0) -> Tiny:
     return Tiny()
 
 
-def uniform(option: str = "flat.allreduce", compressor: str = "none") -> Callable[..., Strategy]:
-    """A strategy's function: one choice for all tensors."""
-    parsed = parse_option(option)
-    choice = Choice(parsed, CompressorSpec.parse(compressor)) if parsed.is_compressed else PLAIN
-
-    def make(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
-        return Strategy.uniform(tensors, cluster, choice, partition_bytes=0)
-
-    return make
+uniform = partial(exchange.uniform, partition_bytes=0)
+"""A strategy's function: one choice for all tensors."""
 
 
 def registered(
@@ -139,11 +131,7 @@ def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> torch.Tens
 
 def digest(model: nn.Module) -> str:
     """Of this rank's shards, bit for bit."""
-    sha = hashlib.sha256()
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        sha.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
+    return exchange.digest(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
 
 
 def everybody(value: Any) -> list[Any]:

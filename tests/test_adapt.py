@@ -29,7 +29,7 @@ from espresso.model.links import LinkCurve, Links
 from espresso.model.payload_sizes import compressed
 from espresso.model.presets import job_from_trace
 from espresso.show.trace_events import write_history
-from espresso.strategies import PLAIN, CompressorSpec, Form, Routine, Scope
+from espresso.strategies import PLAIN, Cluster, CompressorSpec, Form, Routine, Scope
 from tests.ddp import Played, agreed, batch, mlp, registered, wrap
 from tests.world import IN_ONE, SIGNS, SIGNS_ONCE_MORE, TWO, OneRank, Rows, World, planner_of, rows_of, run
 
@@ -252,6 +252,26 @@ def test_what_does_not_pay_yet_is_forgotten_once_the_change_is_over():
     world.plain_us = 5_800
     run(world, planner, range(step, step + 100), {}, now)
     assert [event for _, event, _ in rows_of(planner)].count("switched") == 0
+
+
+@pytest.mark.parametrize(
+    ("compute", "promises", "steps"),
+    [(1.0, 1.0, 0), (4.0, 2.4, 20)],
+    ids=["before the watch knows steps", "steps hardly change"],
+)
+def test_what_does_not_pay_yet_is_forgotten_also_where_the_change_had_made_steps_faster(compute, promises, steps):
+    world = World(plain_us=150_000, switch_us=200_000, noise=0.002, finds=SIGNS_ONCE_MORE, within=SIGNS_ONCE_MORE)
+    world.compute, world.promises = compute, promises
+    planner = planner_of(world)
+    now, step = run(world, planner, range(140), {}), 140
+    world.plain_us, world.finds = 80_000, SIGNS
+    while rows_of(planner)[-1][1] != "kept" and step < 140 + 2 * WITHIN:
+        now, step = run(world, planner, range(step, step + 1), {}, now), step + 1
+    assert "pays if this lasts until step" in planner.history.rows[-1]["reason"]
+    now, step = run(world, planner, range(step, step + steps), {}, now), step + steps
+    world.plain_us = 150_000
+    run(world, planner, range(step, step + 300), {}, now)
+    assert [event for _, event, _ in rows_of(planner)] == ["decided", "changed", "kept"]
 
 
 def test_a_burst_is_no_reason_to_leave_what_is_right():
@@ -571,6 +591,19 @@ def test_curves_follow_the_probe_of_their_scope(routine, form, waits, factor):
     assert with_probes(links, {}, TWO).curves == curves
 
 
+def test_on_several_ranks_a_node_a_probe_waits_in_every_round_of_its_ring():
+    points = ((1000.0, 10.0), (1_000_000.0, 1000.0))
+    kinds = {
+        (Routine.ALLGATHER, Form.PAYLOAD): 3, (Routine.ALLREDUCE, Form.RAW): 6, (Routine.ALL_TO_ALL, Form.PAYLOAD): 1
+    }  # fmt: skip
+    links = Links(curves=tuple(LinkCurve(routine, Scope.FLAT, form, points, 5.0) for routine, form in kinds))
+    probes = {Scope.FLAT: ((1000.0, 15.0 + 300.0), (1_000_000.0, 1005.0 + 300.0))}
+    found = with_probes(links, probes, Cluster(2, 2))
+    for (routine, form), rounds in kinds.items():
+        curve = found.measured(routine, Scope.FLAT, form)
+        assert [us for _, us in curve.alone] == pytest.approx([15.0 + 100.0 * rounds, 1005.0 + 100.0 * rounds])
+
+
 @pytest.mark.parametrize(
     ("took_us", "found_us", "calls"),
     [
@@ -651,20 +684,55 @@ def test_what_exchanges_take_of_a_core_is_spread_over_how_long_they_last(monkeyp
     assert len(measured) == 1
 
 
-def test_what_was_measured_for_a_change_that_is_over_does_not_stay(monkeypatch):
-    """A competitor came, and left without a turn; then the link changes."""
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_what_was_measured_for_a_change_that_is_over_does_not_stay(monkeypatch, slower):
+    """A competitor came, and left without a turn; then the link changes, or has changed for a moment."""
     job = job_from_trace("lstm", 2, 1, "pcie-25g")
+    points = ((1e4, 300.0), (1e6, 9_000.0))
+    links = Links(curves=(LinkCurve(Routine.ALLGATHER, Scope.FLAT, Form.PAYLOAD, points),))
+    job = replace(job, costs=replace(job.costs, links=links))
     groups: Any = SimpleNamespace(cluster=TWO)
-    monkeypatch.setattr(remeasure, "probe", lambda *_: {})
+    monkeypatch.setattr(remeasure, "probe", lambda *_: {Scope.FLAT: points})
     monkeypatch.setattr(remeasure, "_gather_us", lambda _: 1.0)
     busy = Change((Finding(Cause.COMPUTE, 2.0, (0,)),), 0, (1e5, 2e5), (9e4, 18e4))
     known = Remeasured(job, busy)
     slow = known.job(job, busy, groups, Place())
     assert sum(slow.gaps_us) == pytest.approx(2 * sum(job.gaps_us))
     link = Change((Finding(Cause.LINK, 3.0),), 50, (1e5, 2e5), (9e4, 9e4), came_home=True)
+    monkeypatch.setattr(remeasure, "probe", lambda *_: {Scope.FLAT: [(size, slower * us) for size, us in points]})
     after = known.job(slow, link, groups, Place())
     assert after.gaps_us == pytest.approx(job.gaps_us)
     assert [each.points for each in after.costs.compute] == [each.points for each in job.costs.compute]
+
+
+@pytest.mark.parametrize(
+    ("changes", "codec"),
+    [
+        ([(2.0, Cause.JOB, 2.0)], [1.0]),
+        ([(2.0, Cause.JOB, 2.0), (3.0, Cause.COMPUTE, 1.5), (2.0, Cause.COMPUTE, 1 / 1.5)], [1.0, 1.5, 1.0]),
+        # The neighbour leaves without a turn, or the batch becomes what it was.
+        ([(2.0, Cause.JOB, 2.0), (3.0, Cause.COMPUTE, 1.5), (2.0, Cause.LINK, 3.0)], [1.0, 1.5, 1.0]),
+        ([(2.0, Cause.JOB, 2.0), (1.0, Cause.LINK, 3.0), (1.5, Cause.COMPUTE, 1.5)], [1.0, 1.0, 1.5]),
+    ],
+    ids=["a larger batch", "and a neighbour that comes and goes", "and one that went unseen", "a batch as before"],
+)
+def test_a_larger_batch_is_not_taken_for_slower_encoders(monkeypatch, changes, codec):
+    job = job_from_trace("lstm", 2, 1, "pcie-25g")
+    first = job = replace(job, costs=replace(job.costs, contention=Contention(handling_us=10.0)))
+    groups: Any = SimpleNamespace(cluster=TWO)
+    monkeypatch.setattr(remeasure, "probe", lambda *_: {})
+    monkeypatch.setattr(remeasure, "_gather_us", lambda _: 1.0)
+    known, was, found = None, 1.0, []
+    for computes, cause, ratio in changes:
+        home = cause is Cause.LINK
+        compute_us = (1e5 * (computes if home else was), 1e5 * computes)
+        change = Change((Finding(cause, ratio),), 0, (2e5, 3e5), compute_us, came_home=home)
+        known = known or Remeasured(job, change)
+        job, was = known.job(job, change, groups, Place()), computes
+        assert sum(job.gaps_us) == pytest.approx(computes * sum(first.gaps_us))
+        found.append(job.costs.compute[0].points[-1][1] / first.costs.compute[0].points[-1][1])
+        assert job.costs.contention.handling_us == pytest.approx(10.0 * found[-1])
+    assert found == pytest.approx(codec)
 
 
 def test_the_turn_after_a_change_that_was_over_before_it_is_told_so():

@@ -29,7 +29,7 @@ from espresso.search.bound_kernels import (
 )
 from espresso.search.bounds import certify, last_alone, polish, right_hand_sides
 from espresso.search.branching import Branching, branch
-from espresso.search.candidates import every_choice, partition_sizes, units_of
+from espresso.search.candidates import every_choice, partition_sizes, units_for, units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import Effort
 from espresso.search.order_kernels import least_alone
@@ -38,7 +38,8 @@ from espresso.search.refine import certify_units
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
 from espresso.search.search import search
 from espresso.search.states import with_states
-from espresso.strategies import PLAIN, RANK_DEVICES, Cluster, CompressorSpec
+from espresso.search.terms import Terms
+from espresso.strategies import PLAIN, RANK_DEVICES, Bucket, Cluster, CompressorSpec, Mode
 from tests.timeline_jobs import GATHER, TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
@@ -466,6 +467,25 @@ def test_pareto_keeps_the_first_of_equals():
     front = np.empty(4, dtype=np.int64)
     size = pareto(rows, np.zeros((len(rows), 0)), np.argsort(rows.sum(axis=1), kind="stable"), front)
     assert sorted(front[:size]) == [0, 2]
+
+
+def test_the_certificate_of_a_settled_strategys_groups_is_at_the_sizes_that_were_searched():
+    """Not at those that fit the groups: what is certified is what was searched, and the answer's own size."""
+    job = make_job(
+        [5_000_000, 5_000_000, 3_000_000, 1_000_000], [0, 5000, 500, 0], cluster=Cluster(4, 1), beta=0.2,
+        latency=200.0, costs=compute(1.0, 1.0, host=2.0), forward_us=100.0,
+    )  # fmt: skip
+    bucket = Bucket.packed(0, [(tensor.name, tensor.numel) for tensor in job.tensors], "float32")
+    job = replace(job, mode=Mode.DDP, buckets=(bucket,), bucket_ready_us=(5500.0,))
+    found = search(job, TOY, terms=Terms(all_kinds=False))
+    groups = units_for(job, found.strategy)
+    assert len(groups) == 2
+    sizes = tuple(dict.fromkeys((*partition_sizes(units_of(job)), found.strategy.partition_bytes)))
+    assert sizes != partition_sizes(groups)
+    evaluator = Evaluator(job, groups, sizes[0])
+    above = found.predicted_us - job.forward_us
+    least = certify_units(job, evaluator, every_choice(job, (TOY,)), sizes, above)
+    assert found.lower_bound_us <= (least + job.forward_us) * (1 + 1e-9)
 
 
 def test_mixed_devices_are_in_the_space():

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from espresso.model.bucket_caps import as_asked, caps_for, rebucketed
-from espresso.model.costs import CostModel
+from espresso.model.bucket_caps import as_asked, caps_for, in_buckets, rebucketed
+from espresso.model.costs import Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
@@ -58,6 +58,16 @@ def test_buckets_fill_in_ready_order_as_ddp_fills_them():
     assert two.laid_out[0].slots[1].offset == MIB
     assert [len(rebucketed(job, cap).laid_out) for cap in (1, 4, 100)] == [4, 2, 1]
     assert caps_for(job) == (1, 5, 10)
+
+
+def test_a_bucket_that_holds_nothing_of_a_shard_comes_with_the_one_before_it():
+    job = ddp_job([MIB, MIB], [0, 10])
+    first, second = rebucketed(job, 1).laid_out
+    buckets = Bucket(0, ()), replace(first, index=1), Bucket(2, ()), replace(second, index=3)
+    assert in_buckets(job, buckets).ready_us == (0.0, 0.0, 0.0, 10.0)
+    assert search(in_buckets(job, buckets), [TOY]).predicted_us == pytest.approx(
+        search(rebucketed(job, 1), [TOY]).predicted_us
+    )
 
 
 def test_the_search_says_which_bucket_size_to_set():
@@ -205,12 +215,9 @@ def test_advice_compares_like_with_like():
     assert first != turned
 
 
-@pytest.mark.parametrize(("beta", "advised"), [(400.0, 100), (40.0, None), (0.5, None)])
-def test_of_sizes_nearly_as_fast_the_one_with_fewest_buckets_is_advised_where_compressing_pays(beta, advised):
-    one = replace(ddp_job([MIB] * 8, [0, *[30] * 7], beta=beta), forward_us=20e6)
-    assert advised_bucket_cap(one, [TOY], search(one, TOY), (1, 4, 100)) is None
-    eight = rebucketed(one, 1)
-    found = advised_bucket_cap(eight, [TOY], search(eight, TOY), (1, 4, 100))
+@pytest.mark.parametrize(("handling_us", "advised"), [(0.0, None), (10_000.0, 4)])
+def test_a_bucket_costs_what_carrying_it_out_takes(handling_us, advised):
+    job = rebucketed(ddp_job([MIB] * 8, [0, *[3000] * 7], beta=40.0), 1)
+    job = replace(job, costs=replace(job.costs, contention=Contention(8.0, handling_us=handling_us)))
+    found = advised_bucket_cap(job, [TOY], search(job, TOY), (1, 4, 100))
     assert (found and found.bucket_cap_mb) == advised
-    nothing_may = search(eight, TOY, terms=Terms(error_budget=1e-9))  # nobody knows what a toy owes
-    assert advised_bucket_cap(eight, [TOY], nothing_may, (1, 4, 100)) is None

@@ -599,6 +599,20 @@ def test_what_rides_takes_of_the_memory_too():
         assert is_rider(found.strategy.choices["t1"]) == rides
 
 
+def test_what_an_older_strategy_has_ride_takes_of_the_memory_too():
+    sizes = (40_000, 20_000)
+    job = make_job(
+        sizes, [0, 5], beta=20.0, alpha=50.0, costs=BOTH, mode=Mode.DDP,
+        buckets=(Bucket(0, (Slot("t0", 0, sizes[0]), Slot("t1", sizes[0], sizes[1]))),), bucket_ready_us=(5.0,),
+    )  # fmt: skip
+    old = Strategy(job.tensors, {"t0": GATHER, "t1": Choice(GATHER.option, NONE)}, job.cluster)
+    for millions, rides in ((8 * 60_100 / MB, True), (8 * 40_100 / MB, False)):
+        found = replan(job, old, terms=Terms(residual_budget_mb=millions), payload=tenth)
+        assert found.residual_bytes == pytest.approx(residual_bytes(found.plan, 0, "float32", True), rel=1e-3)
+        assert found.residual_bytes <= millions * MB
+        assert is_rider(found.strategy.choices["t1"]) == rides
+
+
 def test_a_budget_has_a_price_beside_compressors_of_which_nothing_is_known():
     """A baseline with fp16, of which nobody says what it owes, is among the strategies that are looked at."""
     told, budget = mixed_job(8), Terms(error_budget=0.5)

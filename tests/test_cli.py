@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -413,6 +414,28 @@ def test_compressor_without_costs_in_the_job(files: dict[str, Path]) -> None:
     refused(espresso("search", files["job"], "-c", "int8"), "no costs for compressor 'int8'", "dgc")
 
 
+def test_compressors_whose_error_nobody_measured_are_searched_where_error_does_not_count(tmp_path: Path) -> None:
+    """The job of a live run says what its own compressors owe; costs of another block are those of the compressor."""
+    path = tmp_path / "job.json"
+    owed = {spec: {"*": 1.5} for spec in ("efsignsgd", "efsignsgd:block=64")}
+    sensitivity = {"schema_version": 1, "kind": "espresso-sensitivity", "owed": owed}
+    job = ddp_job([1 << 18] * 2, [0, 3000], beta=8.0, costs=compute(2.0, 1.0))
+    replace(job, meta={"sensitivity": sensitivity}).save(path)
+    table = json.loads(espresso("compare", path, "-c", "efsignsgd:block=128", "--json").stdout)
+    assert {"uncompressed", "chosen"} <= {row["name"] for row in table}
+    found = printed(espresso("search", path, "-c", "efsignsgd:block=128", "--json"))
+    assert (found["num_compressed"], found["error"]) == (2, None)
+    asked = espresso("search", path, "-c", "efsignsgd:block=128", "--error-budget", "3")
+    refused(asked, "the sensitivity does not say what 'efsignsgd:block=128' does")
+
+
+def test_a_unit_that_no_payload_holds_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    ddp_job([1 << 31, 1 << 31], [0, 3000], costs=compute(2.0, 1.0)).save(path)
+    for command in ("search", "compare", "what-if"):
+        refused(espresso(command, path, "-c", "efsignsgd"), "4294967296 elements", "holds 4294967295 at most")
+
+
 def test_unknown_trace_and_cluster_list_what_there_is(tmp_path: Path) -> None:
     shape = ("--nodes", "2", "--ranks-per-node", "2", "-o", tmp_path / "j.json")
     refused(espresso("job", "gpt9", "--cluster", "pcie-25g", *shape), "'gpt9'", "bert_base", "vgg16")
@@ -505,6 +528,7 @@ marker = pathlib.Path(str(job) + ".registered")
 print("training")
 if "register" in sys.argv: marker.write_text(json.dumps({"steps": 5, "needed": 12}))
 if "measure" in sys.argv: job.write_text("{}")
+if "copy" in sys.argv: job.write_text(pathlib.Path(sys.argv[-1]).read_text())
 if "another" in sys.argv: job.with_name("job-2.json").write_text("{}")
 sys.exit(7 if "fail" in sys.argv else 0)
 """
@@ -534,6 +558,22 @@ def test_profile_keeps_the_job(script: Path, tmp_path: Path) -> None:
     assert (done.stdout, (tmp_path / "job.json").read_text()) == ("training\n", "{}")
     assert "job written to job.json" in done.stderr
     assert not (tmp_path / "job.json.registered").exists()
+
+
+def test_what_profile_says_is_next_runs(
+    files: dict[str, Path], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the script asked for one compressor, and the job has costs for no other."""
+    costs = json.loads(files["job"].read_text())["costs"]
+    rows = [row for row in costs["compute"] if row["spec"].startswith("efsignsgd")]
+    assert 0 < len(rows) < len(costs["compute"])
+    measured = edited(files["job"], tmp_path, costs=costs | {"compute": rows})
+    done = profile(tmp_path, sys.executable, script, "register", "copy", measured)
+    command = shlex.split(done.stderr.partition("next: ")[2])
+    assert command[:2] == ["espresso", "search"]
+    monkeypatch.chdir(tmp_path)
+    assert espresso(*command[1:]).exit_code == 0
+    assert (tmp_path / "strategy.json").exists()
 
 
 def test_profile_json_keeps_stdout_clean(script: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from espresso.diagnosis.turns import Run
 from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, Traffic
 from espresso.flight.kineto import flight_of, load_any
 from espresso.show.flight_events import flight_events
-from espresso.show.trace_events import trace_body
+from espresso.show.trace_events import trace_body, write_history
 from espresso.strategies import (
     PLAIN,
     Bucket,
@@ -422,6 +422,19 @@ def test_a_job_that_has_just_gone_on_to_something_else_is_told_by_what_it_ran_be
     assert diagnose(changed).clean == before.clean
 
 
+def test_a_job_that_raced_is_told_by_what_won() -> None:
+    """Plain steps ran before and between others, and the newest are plain."""
+    flights, others = World().flights(), World(compressed=True).flights()
+    raced = []
+    for flight, other in zip(flights, others, strict=True):
+        block = tuple(replace(step, stretch=1) for step in other.steps[10:20])
+        steps = (*flight.steps[:10], *block, *flight.steps[20:])
+        raced.append(replace(flight, stretches=(*flight.stretches, *other.stretches), steps=steps))
+    run = Run(raced)
+    assert run.stretch == flights[0].stretches[0]
+    assert run.turns[-1].number == flights[0].steps[-1].number
+
+
 # -- the command -----------------------------------------------------------------------------------------
 
 
@@ -546,6 +559,19 @@ def test_ranks_that_left_no_record_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank3.json.gz").write_bytes(gzip.compress(b"[]")[:-6] + b"rotten")
     with pytest.raises(FlightError, match=r"rank3\.json\.gz: cannot be unpacked"):
         load_any(tmp_path)
+
+
+def test_traces_that_we_wrote_are_no_ranks(tmp_path: Path) -> None:
+    """What led to decisions, of a job that still runs; all ranks on one clock, beside the traces it was made from."""
+    write_history(tmp_path / "history.json", [])
+    with pytest.raises(FlightError, match="holds no flight records"):
+        load_any(tmp_path)
+    for rank in range(3):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto(World(), rank)))
+    for _ in range(2):
+        shown = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--trace", str(tmp_path / "all.json")])
+        assert shown.exit_code == 0, shown.output
+        assert "3 ranks" in shown.output
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -40,7 +42,7 @@ from espresso.live.watch import Vitals, Watch
 from espresso.model.job import Job, Profile
 from espresso.optim import CompressedAdam, scale_residuals
 from espresso.strategies import PLAIN, Cluster, Strategy, TensorSpec, plan
-from tests.ddp import ALLGATHER, Played, Said
+from tests.ddp import ALLGATHER, Played, Said, batch, mlp
 from tests.fsdp import (
     KINDS,
     Narrow,
@@ -442,6 +444,20 @@ def broken(rank: int) -> dict[str, Any]:
     return found
 
 
+def reentrant(rank: int) -> str:
+    """The words where one of two blocks runs a backward pass of its own in that of the model."""
+    model = shard(tiny())
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0], CheckpointImpl.REENTRANT)
+    state = registered(model)
+    try:
+        loss_of(model, rank, 0).backward()
+    except espresso.EspressoError as error:
+        return str(error)
+    finally:
+        state.close()
+    return "accepted"
+
+
 def begins_alike(rank: int) -> list[bool]:
     """Whether every rank begins with rank 0's parameters and buffers, where each drew its own."""
 
@@ -491,8 +507,9 @@ def turns_of_tasks(rank: int) -> tuple[bool, bool]:
         return state.decided, replicas_agree(model)
 
 
-def automatic(rank: int) -> dict[str, Any]:
-    """Measured, searched, raced. Only the first shard's search finds something here, however small the model is."""
+@contextmanager
+def signs_found(rank: int) -> Iterator[None]:
+    """Only the first shard's search finds something, however small the model is."""
     search = online_search.find_candidates
 
     def find(job: Job, *more: Any) -> tuple[list[Candidate], Any]:
@@ -501,7 +518,27 @@ def automatic(rank: int) -> dict[str, Any]:
         buckets = job.buckets or ()
         return [Candidate("signs", strategy, plan(strategy, buckets).order, buckets, 1.0)][rank % 2 :], result
 
-    online_search.find_candidates = find
+    with patch.object(online_search, "find_candidates", find):
+        yield
+
+
+@contextmanager
+def told_of_a_change() -> Iterator[list[int]]:
+    """The third window tells of a slower link; of how many ranks each told."""
+    test, seen = Watch.test, list[int]()
+
+    def changed(self: Watch, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
+        test(self, iteration, rows)
+        seen.append(len(rows))
+        slower = Change((Finding(Cause.LINK, 3.0),), iteration - 8, (1e4, 3e4))
+        return slower if len(seen) == 3 else None
+
+    with patch.object(Watch, "test", changed):
+        yield seen
+
+
+def automatic(rank: int) -> dict[str, Any]:
+    """Measured, searched, raced."""
     torch.manual_seed(rank)  # the helper sends rank 0's weights to the others
     model = Tiny()
     short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
@@ -510,14 +547,14 @@ def automatic(rank: int) -> dict[str, Any]:
     )
     before, sent = state.decided, set()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(40):
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sent.add(state.metrics()["espresso/bytes_sent"])
-        if state.decided:
-            break
-    online_search.find_candidates = search
+    with signs_found(rank):
+        for step in range(40):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.add(state.metrics()["espresso/bytes_sent"])
+            if state.decided:
+                break
     agree, verdict = replicas_agree(model), state.verdict
     decider = state.session.decider
     assert isinstance(decider, AutoPlanner)
@@ -531,6 +568,32 @@ def automatic(rank: int) -> dict[str, Any]:
     found |= {"said": said, "held": len(state.session.model.tensors)}
     state.close()
     return found | {"sent": sorted(sent)}
+
+
+def shards_of_nothing(rank: int) -> list[dict[str, Any]]:
+    """The second shard has nothing of the layer whose gradient comes first, or of the whole model."""
+    found = []
+    for widths in ((64, 64, 1), (64, 1)):
+        model = mlp(*widths)
+        layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+        short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+        state = espresso.fsdp.hybrid_shard(
+            model, layers, shards=2, compressor="efsignsgd", timeout_s=15.0, offload_threads=1, adapt=True, **short
+        )
+        with signs_found(rank), told_of_a_change():
+            for step in range(200):
+                model(batch(rank, step, 64)).square().mean().backward()
+                model.zero_grad()
+                if len(state.history) >= 3:
+                    break
+        assert replicas_agree(model)
+        assert state.session.search is not None
+        job = state.session.search.job
+        held = None if job is None else [len(bucket.slots) for bucket in job.laid_out]
+        history = [(row["step"], row["event"], row["strategy"]) for row in state.history]
+        found.append({"held": held, "history": history, "verdict": state.verdict})
+        state.close()
+    return found
 
 
 def as_many_steps(rank: int) -> tuple[int, int, float]:
@@ -563,27 +626,18 @@ def as_many_steps(rank: int) -> tuple[int, int, float]:
 
 def decides_again(rank: int) -> list[tuple[int, str, str]]:
     """What is told of a change is the same in all shards, and so is what they do about it."""
-    test, seen = Watch.test, []
-
-    def changed(self: Watch, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
-        test(self, iteration, rows)
-        seen.append(len(rows))
-        slower = Change((Finding(Cause.LINK, 3.0),), iteration - 8, (1e4, 3e4))
-        return slower if len(seen) == 3 else None
-
-    Watch.test = changed  # type: ignore[method-assign]
     torch.manual_seed(rank)
     model = Tiny()
     short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
     state = espresso.fsdp.hybrid_shard(
         model, blocks=model.blocks, shards=2, timeout_s=60.0, offload_threads=1, adapt=True, **short
     )
-    for step in range(200):  # a race takes as long as it needs to tell its arms apart
-        loss_of(model, rank, step).backward()
-        model.zero_grad()
-        if len(state.history) >= 3:
-            break
-    Watch.test = test  # type: ignore[method-assign]
+    with told_of_a_change() as seen:
+        for step in range(200):  # a race takes as long as it needs to tell its arms apart
+            loss_of(model, rank, step).backward()
+            model.zero_grad()
+            if len(state.history) >= 3:
+                break
     assert set(seen) == {4}
     assert replicas_agree(model)
     history = [(row["step"], row["event"], row["strategy"]) for row in state.history]
@@ -718,6 +772,7 @@ SCENARIOS = (
     left_alone,
     scaled,
     broken,
+    reentrant,
     exact,
     signs,
     conserved,
@@ -731,6 +786,7 @@ SCENARIOS = (
     begins_alike,
     turns_of_tasks,
     automatic,
+    shards_of_nothing,
     as_many_steps,
     decides_again,
     backs_off,
@@ -787,6 +843,10 @@ def test_a_failure_reaches_every_rank(played: Played) -> None:
         assert "DDP" not in found["backward"]
         assert found["step"] == found["backward"]
         assert found["seconds"] < 12
+
+
+def test_reentrant_checkpointing_of_some_blocks_is_named(played: Played) -> None:
+    assert all("checkpoint activations with use_reentrant=False" in told for told in played(reentrant))
 
 
 def test_compressed_steps_of_every_kind_keep_replicas_equal(played: Played) -> None:
@@ -889,6 +949,16 @@ def test_automatic_mode_decides(played: Played) -> None:
     for each in found:
         few, many = each["sent"]
         assert 0 < few < many / 6, "signs were raced"
+
+
+def test_automatic_mode_decides_where_a_shard_has_nothing_of_a_bucket_or_of_the_model(played: Played) -> None:
+    layer, whole = zip(*played(shards_of_nothing), strict=True)
+    assert [each["held"] for each in layer] == [[2, 2], [0, 2]] * 2
+    assert [each["held"] for each in whole] == [[2], None] * 2
+    for found in (layer, whole):
+        assert len({each["verdict"] for each in found}) == 1
+        assert [each["history"] for each in found] == [found[0]["history"]] * 4
+        assert [event for _, event, _ in found[0]["history"]][:2] == ["decided", "changed"]
 
 
 def test_shards_profile_as_many_steps_as_the_one_that_needs_most(played: Played) -> None:

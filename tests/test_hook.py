@@ -3,14 +3,18 @@
 import copy
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from espresso.comm.hook import Arrived, Front
+from espresso.jit.kernels import NotKeptError
+from espresso.live import prepare
 from espresso.strategies import NONE, Choice, Cluster, halved_options, parse_option, plan
 from tests.ddp import (
     ALLGATHER,
@@ -284,12 +288,39 @@ def offloaded(rank: int) -> list[list[str]]:
     return digests
 
 
-SCENARIOS = (uncompressed, lossless, lossy, conservation, ridden, offloaded, planned_order, profiled, odd_shapes)
+def compiles_first(rank: int) -> bool:
+    """Whether this rank compiles for its host, where two jobs of two ranks each find nothing on disk."""
+    mine = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
+    ddp = wrap(mlp(20, 5), process_group=mine)
+    with (
+        patch.object(prepare, "only_kept", side_effect=NotKeptError),
+        patch.object(prepare.Kernels, "_compiling", return_value=None) as compiling,
+        registered(ddp, compressor="fp16", strategy="auto", compile_beside=True),
+    ):
+        return bool(compiling.called)
+
+
+SCENARIOS = (
+    uncompressed,
+    lossless,
+    lossy,
+    conservation,
+    ridden,
+    offloaded,
+    planned_order,
+    profiled,
+    odd_shapes,
+    compiles_first,
+)
 
 
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(__name__, SCENARIOS, 4)
+
+
+def test_each_jobs_first_rank_of_a_host_compiles_for_it(played: Played) -> None:
+    assert played(compiles_first) == [True, False, True, False]
 
 
 def test_places_are_counted_where_ddp_skips_buckets() -> None:

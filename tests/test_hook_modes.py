@@ -80,8 +80,9 @@ def test_what_one_rank_did_not_use_is_sent_once_it_does(played):
 def test_what_a_rank_long_has_no_gradient_for_is_tried_seldom(played):
     """Or all plain steps to come would look for it, and be slower than the library's."""
     everybody = played(unused_for_long)
-    assert all(lost == 0.0 for lost, _ in everybody)
-    assert everybody[1][1] == [True] * 9 + [False]  # used from step 10 on, tried in step 12
+    assert all(lost == 0.0 for rows in everybody for lost, _ in rows)
+    assert everybody[1][0][1] == [True] * 9 + [False]  # used from step 10 on, tried in step 12
+    assert everybody[1][1][1] == [True] * 7 + [False] * 3, "a flush tries each of its steps"
 
 
 def test_static_graph(played):
@@ -355,10 +356,15 @@ def unused_by_one(rank: int) -> tuple[float, list[bool], list[bool]]:
     return max(float(values.abs().max()) for values in apart.values()), keeps[3:6], under_way[9:]
 
 
-def unused_for_long(rank: int) -> tuple[float, list[bool]]:
+def unused_for_long(rank: int) -> list[tuple[float, list[bool]]]:
     """Compressed steps, and plain ones, of which the first seven use the second half on rank 0 alone: what plain DDP
-    averaged, less what ours did; whether this rank keeps something after each plain step.
+    averaged, less what ours did; whether this rank keeps something after each plain step. Then with a flush after
+    these seven.
     """
+    return [_unused_for_long(rank, flushes=flushes) for flushes in (False, True)]
+
+
+def _unused_for_long(rank: int, *, flushes: bool) -> tuple[float, list[bool]]:
     plain, ours = (wrap(Halves(), find_unused_parameters=True) for _ in range(2))
     apart = {name: torch.zeros(3000) for name, _ in plain.module.named_parameters()}
     keeps = []
@@ -370,6 +376,8 @@ def unused_for_long(rank: int) -> tuple[float, list[bool]]:
         for step in range(13):
             if step == 3:
                 state.use(strategy_for(ours, Cluster(2, 1)))
+            if step == 10 and flushes:
+                state.flush()
             for sign, ddp in ((1, plain), (-1, ours)):
                 ddp.zero_grad()
                 ddp(10 * step + rank, rank == 0 or step not in range(3, 10)).backward()

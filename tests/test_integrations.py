@@ -5,7 +5,6 @@ Each is skipped where its package is missing: ``pip install '.[frameworks]'``.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import espresso
-from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+from benchmarks import exchange
 from tests.workers import run_ranks
 
 STEPS, BREAK = 6, 3
@@ -127,10 +126,8 @@ def results_of(scenario: Any, init: bool = False) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def compressed(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
-    """Everything by signs, from the first step on."""
-    option = parse_option("comp > flat.allgather > dec")
-    return Strategy.uniform(tensors, cluster, Choice(option, CompressorSpec("efsignsgd")), partition_bytes=0)
+compressed = exchange.uniform("comp > flat.allgather > dec", "efsignsgd", partition_bytes=0)
+"""Everything by signs, from the first step on."""
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -153,10 +150,7 @@ def net() -> nn.Sequential:
 
 def digest(module: nn.Module | None) -> str:
     assert module is not None
-    sha = hashlib.sha256()
-    for parameter in module.parameters():
-        sha.update(parameter.detach().numpy().tobytes())
-    return sha.hexdigest()[:16]
+    return exchange.digest(module.parameters())
 
 
 def lightning_parts() -> tuple[Any, Any]:

@@ -40,11 +40,10 @@ def test_local_search_never_worsens_and_reports_what_it_found(job):
     evaluator, led, strategy = led_by(job)
     local = LocalSearch(evaluator, led)
     start = evaluator.makespan(strategy)
-    paid = np.full(len(strategy), np.inf)
-    first = local.descend(strategy, start, paid, BRIEF)
+    first = local.descend(strategy, start, BRIEF)
     assert first <= start
     assert evaluator.makespan(strategy) == pytest.approx(first, rel=1e-9)
-    second = local.sweep(strategy, first, paid, BRIEF)
+    second = local.sweep(strategy, first, BRIEF)
     assert second <= first
     assert evaluator.makespan(strategy) == pytest.approx(second, rel=1e-9)
 
@@ -114,4 +113,4 @@ def test_a_block_move_crosses_what_single_moves_cannot():
     evaluator, led, strategy = led_by(job)
     local = LocalSearch(evaluator, led)
     start = evaluator.makespan(strategy)
-    assert local.descend(strategy, start, np.full(8, np.inf), BRIEF) < 0.5 * start
+    assert local.descend(strategy, start, BRIEF) < 0.5 * start

@@ -203,6 +203,14 @@ def test_loss_scale_and_skipped_steps_do_not_show(played):
         assert scaled == plain
 
 
+def test_compressed_adam_follows_compressors_that_change_with_epoch_and_step(played):
+    """Their first values were all that it knew of: of PowerSGD none."""
+    for ratios, ranks in played(scheduled):
+        assert [ratios[0], ratios[2]] == ["none", "dgc:ratio=0.05"]
+        assert ratios[1] not in ratios[::2]
+        assert ranks == ["none", "none", "powersgd:rank=2,start_iter=5"]
+
+
 @pytest.fixture(scope="module")
 def played():
     return Played(
@@ -210,7 +218,7 @@ def played():
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
             adam_resumed, branches_resumed, never_moved, left_alone, phases_refused, adamw_resumed, scaled_losses,
-            only_measured,
+            only_measured, scheduled,
         ),
         2,
         deadline_s=120.0,
@@ -599,6 +607,26 @@ def adam_resumed(rank: int) -> Any:
     unbroken = trained(STEPS)
     assert trained(2) == unbroken
     return unbroken, trained(5), trained(5, residuals=False)
+
+
+def scheduled(rank: int) -> tuple[list[str], list[str]]:
+    """What the first weight is compressed with: in the warm-up, after it, and when a schedule has ended."""
+
+    def found(later: int, **settings: Any) -> list[str]:
+        ddp = wrap(mlp(20, 30, 3))
+        told = []
+        with adam(ddp, lr=0.01, warmup_steps=2, **settings) as optimizer:
+            for epoch, steps in enumerate((range(1), range(1, 3), range(3, later))):
+                optimizer.exchange.set_epoch(epoch)
+                learn(ddp, optimizer, rank, steps)
+                told.append(str(optimizer.exchange.strategy.choices["0.weight"].compressor))
+        return told
+
+    compressor = "powersgd:rank=2,start_iter=5"
+    option = "comp > flat.allreduce > transform > flat.allreduce > dec"
+    whole, plain = (strategy_for(mlp(20, 30, 3), Cluster(2, 1), *kind) for kind in ((option, compressor), ()))
+    strategy = plain.with_choices({"0.weight": whole.choices["0.weight"]})
+    return found(6, compressor="dgc:ratio=0.05,warmup_epochs=2"), found(8, compressor=compressor, strategy=strategy)
 
 
 def scaled_losses(rank: int) -> Any:

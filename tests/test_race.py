@@ -63,8 +63,8 @@ class Found:
         """Nothing to give back."""
 
     @property
-    def job(self) -> object:
-        return self.names or None
+    def is_measured(self) -> bool:
+        return bool(self.names)
 
     def follow(self, in_force: Any) -> bool:
         return True

@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import espresso
+from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.comm.messages import PLAIN
 from espresso.live.checkpoint import Checkpoint
+from espresso.live.names import named_gradients
 from espresso.live.state import EspressoState
 from espresso.strategies import Cluster, Device
 from tests.ddp import (
@@ -229,6 +232,16 @@ def refusals(rank: int) -> dict[str, str]:
         "scale": lambda: EspressoState().set_grad_scale(0.0),
     }
     return {what: message_of(action) for what, action in cases.items()}
+
+
+def test_sparse_gradients_that_nobody_averages_are_none_of_ours() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModelError, match="module '0' makes sparse gradients"):
+        named_gradients(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    assert list(named_gradients(model)) == ["1.weight", "1.bias"]
+    frozen = nn.Sequential(nn.Embedding(9, 4, sparse=True).requires_grad_(False), nn.Linear(4, 2))
+    assert list(named_gradients(frozen)) == ["1.weight", "1.bias"]
 
 
 def twice() -> None:

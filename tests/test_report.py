@@ -162,7 +162,7 @@ def test_trace_file_has_predicted_and_measured_side_by_side(tmp_path: Path) -> N
     intervals = check_trace(body)
     assert count == len(intervals) == len(predicted) + 2
     assert list(_processes(body)) == ["predicted", "measured alpha.0", "measured beta.1"]
-    assert body["otherData"] == {"title": "toy"}
+    assert body["otherData"] == {"kind": "espresso-trace", "title": "toy"}
     ours = [event for event in intervals if event["pid"] == _processes(body)["predicted"]]
     sample = next(event for event in ours if event["args"]["step"] == "inter.allgather")
     assert sample["args"]["option"] == HIERARCHICAL

@@ -22,7 +22,7 @@ from espresso.search.candidates import compressed_choices, raw_choices, units_of
 from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import NO_EFFORT
-from espresso.search.search import GREEDY, search
+from espresso.search.search import GREEDY, replan, search
 from espresso.search.terms import Terms
 from espresso.strategies import (
     NONE,
@@ -330,6 +330,27 @@ def test_a_bucket_is_split_where_both_devices_can_work_on_it():
     assert len(set(split.strategy.choices.values())) == 2
     assert split.predicted_us < 0.9 * whole.predicted_us
     assert len(split.plan.groups) == 2
+
+
+@pytest.mark.parametrize("terms", [None, Terms(constraints=Constraints(exact_vectors=10)), Terms(all_kinds=False)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_buckets_that_hold_nothing_take_nothing(terms, place):
+    """A shard of HSDP may have such, wherever they come."""
+    held = [[("t0", 50_000)], [("t1", 20_000)]]
+    paper = make_job([50_000, 20_000], [0, 500], beta=30.0, alpha=50.0, costs=compute(8.0, 1.0))
+
+    def found(rows, ready):
+        buckets = tuple(Bucket.packed(index, row, "float32") for index, row in enumerate(rows))
+        job = replace(paper, mode=Mode.DDP, buckets=buckets, bucket_ready_us=ready)
+        result = search(job, TOY, payload=tenth, terms=terms)
+        assert result.chosen.timeline.iteration_us == pytest.approx(result.predicted_us)
+        return result
+
+    full = found(held, (0.0, 500.0))
+    more = found([*held[:place], [], *held[place:]], (0.0, 500.0, 505.0) if place == 2 else (0.0, 0.0, 500.0))
+    assert more.predicted_us == pytest.approx(full.predicted_us)
+    assert more.lower_bound_us <= more.predicted_us
+    assert replan(more.chosen.job, more.strategy, payload=tenth).predicted_us <= more.predicted_us * (1 + 1e-9)
 
 
 def test_where_half_precision_is_best_it_is_searched_and_certified_too():

@@ -340,11 +340,20 @@ def test_the_number_of_servers_is_needed(capsys):
     assert "--servers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("setting", "said"), [("--connections", "1 to 16, got 0"), ("--engines", "above 0")])
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("--connections", "0", "1 to 16, got 0"),
+        ("--engines", "0", "above 0"),
+        ("--timeout-s", "0", "above 0 and up to 1e+06 s, got 0"),
+        ("--timeout-s", "inf", "above 0 and up to 1e+06 s, got inf"),
+        ("--timeout-s", "nan", "got nan"),
+    ],
+)
 def test_settings_out_of_range_are_said_without_a_traceback(
-    capsys: pytest.CaptureFixture[str], setting: str, said: str
+    capsys: pytest.CaptureFixture[str], setting: str, value: str, said: str
 ) -> None:
-    assert main(["--servers", "1", setting, "0", "train.py"]) == 1
+    assert main(["--servers", "1", setting, value, "train.py"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("espresso.launch: ")
     assert said in told

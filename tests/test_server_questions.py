@@ -122,10 +122,13 @@ def test_a_server_hears_of_one_state_while_its_answer_about_another_is_not_taken
         assert [server.error for server in servers] == [None, None]
 
 
-def run_two_in_automatic_mode(rank: int) -> list[tuple[bool, str]]:
-    """Two models decide in one backward pass; whether the servers were measured, and what was wrong."""
+def run_two_in_automatic_mode(rank: int) -> tuple[list[tuple[bool, str]], int]:
+    """Two models decide in one backward pass; whether the servers were measured, and what was wrong. The numbers that
+    this rank gave to states of the servers.
+    """
     connect(client())
     client().num_servers = NUM_SERVERS
+    before = client().new_namespace()
     models = [wrap(mlp(20, 60, 5, seed=seed)) for seed in (1, 2)]
     states = [
         espresso.register(
@@ -153,7 +156,8 @@ def run_two_in_automatic_mode(rank: int) -> list[tuple[bool, str]]:
         for step in range(4):
             losses = [ddp(batch(rank, step, 20)).square().mean() for ddp in models]
             torch.stack(losses).sum().backward()
-        return [(state.session.groups in begun, str(state.session.executor.error or "")) for state in states]
+        ended = [(state.session.groups in begun, str(state.session.executor.error or "")) for state in states]
+        return ended, (client().new_namespace() - before) // client().num_workers - 1
     finally:
         server_profile.Probe = Probe  # type: ignore[misc]
         connect(None)
@@ -220,4 +224,5 @@ def test_servers_are_not_asked_for_compressors_that_they_do_not_run():
 
 def test_two_models_in_automatic_mode_decide_in_one_backward_pass():
     with serving(POOL):
-        assert POOL.run(run_two_in_automatic_mode) == [[(True, ""), (True, "")]] * NUM_RANKS
+        # Of a model's numbers, which are few, its state takes one, and all probes together two.
+        assert POOL.run(run_two_in_automatic_mode) == [([(True, "")] * 2, 6)] * NUM_RANKS

@@ -10,12 +10,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espresso.model.costs import Contention, CopyCost, Op, ServerCosts
-from espresso.model.links import AlphaBeta
+from espresso.model.links import AlphaBeta, LinkCurve
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import first_come, simulate, water_fill, widths_of
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
+from espresso.strategies import (
+    PLAIN,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Form,
+    Lane,
+    Routine,
+    Scope,
+    parse_option,
+    plan,
+)
 from espresso.strategies.list_scheduling import Width, list_order, schedule_tasks
 from tests.timeline_jobs import (
     GATHER,
@@ -129,6 +141,23 @@ def test_shared_cores_slow_everything_in_proportion():
     # The decoder did 19.8 of its 20 by then, shares with the allreduce (0.256 at half a core), then is alone.
     assert log["t0", "dec"][0] == pytest.approx(20.4)
     assert log["t0", "dec"][1] == pytest.approx(60.0 + 0.256 + (0.2 - 0.128))
+
+
+def test_handing_over_adds_to_what_a_rank_compresses_and_decompresses():
+    """Not to what servers do, nor to plain allreduces; to copies for the exact, which cost nothing else, too."""
+    handled = Contention(8.0, handling_us=7.0)
+    for option, servers, tasks in ((GATHER, None, 2), (HOST_GATHER, None, 2), (TWO_WAY, ServerCosts(0.5), 2)):
+        usual, longer = (
+            make_job([1000], [0], cluster=Cluster(2, 1, int(servers is not None)), servers=servers, contention=paced)
+            for paced in (Contention(8.0), handled)
+        )
+        for spec in ("efsignsgd", "none"):
+            if spec == "none" and servers:
+                continue  # nothing rides there
+            choice = replace(option, compressor=CompressorSpec(spec))
+            before, after = (run(job, uniform(job, choice)).makespan_us for job in (usual, longer))
+            assert after - before == pytest.approx(7.0 * tasks), (option, spec)
+    assert run(longer, uniform(longer)).makespan_us == run(usual, uniform(usual)).makespan_us
 
 
 def test_two_workers_on_one_core_have_half_each():
@@ -293,6 +322,18 @@ def test_a_token_bucket_lets_through_at_once_what_it_holds_and_takes_it_back():
     # No exchange is shorter than what it takes of the cores.
     busy = Contention(2.0, comm_cpu={"flat": 0.25})
     assert ends(6000.0, contention=busy, optimizer_us=60.0)[0] == [1.0, 2.0, 6.0]
+
+
+def test_a_token_bucket_saves_nothing_where_the_largest_size_took_less_than_the_one_before():
+    """As curves may that were written by hand, or measured badly."""
+    points = ((1000.0, 10.0), (8000.0, 90.0), (16_000.0, 50.0))
+    curve = LinkCurve(Routine.ALLGATHER, Scope.FLAT, Form.PAYLOAD, points)
+    job = make_job([1000] * 3, [0, 30, 30])
+    links = replace(job.costs.links, curves=(curve,), burst_bytes=6000.0)
+    job = replace(job, costs=replace(job.costs, links=links))
+    assert links.burst(job.cluster).credit_us == 0.0
+    evaluator = Evaluator(job, units_of(job), 0, tenth)
+    assert evaluator.makespan(evaluator.uniform(GATHER)) == run(job, uniform(job, GATHER)).makespan_us
 
 
 def test_with_one_exchange_at_a_time_latency_is_occupancy():

@@ -151,6 +151,14 @@ def test_what_the_strategy_in_use_stood_is_no_change_when_it_returns(stood, is_a
     assert watch.came_home is not looks  # what was measured for the busy time holds no longer
 
 
+def test_where_the_link_is_measured_to_be_as_it_was_and_nothing_else_moved_the_step_changed():
+    told = Change((Finding(Cause.LINK, 3.0),), 0, (1e4, 2e4))
+    assert str(told.with_link(1.0)) == "the step is 2 times slower; a step took 10.0 ms, now 20.0"
+    assert str(told.with_link(4.0)) == "the link is 4 times slower; a step took 10.0 ms, now 20.0"
+    both = replace(told, findings=(*told.findings, Finding(Cause.ENCODERS, 1.5)))
+    assert str(both.with_link(1.0)) == "encoding is 1.5 times slower; a step took 10.0 ms, now 20.0"
+
+
 def test_a_window_that_costs_as_much_as_a_look_is_enough():
     for factor, is_found in ((10.0, True), (1.9, False)):
         watch = Watch(Nobody())

@@ -29,7 +29,17 @@ from espresso.model.what_if import (
 from espresso.search.search import lay_out
 from espresso.search.terms import AUTOMATIC
 from espresso.search.what_if import predict, stops_paying
-from espresso.strategies import Cluster, CompressorSpec, Device, Form, Routine, Scope, Strategy, TensorSpec
+from espresso.strategies import (
+    Cluster,
+    CompressorSpec,
+    Device,
+    Form,
+    Routine,
+    Scope,
+    Strategy,
+    TensorSpec,
+    parse_option,
+)
 
 SIGNS = CompressorSpec.parse("efsignsgd")
 ROUTINES = (
@@ -150,7 +160,10 @@ def test_what_a_core_adds_beside_the_wire_does_not_go_with_the_rate():
 
 def test_half_a_core_by_two_probes_is_what_would_be_measured_there():
     whole, half = Probe("cpu", 1, 10.0, 90.0), Probe("cpu", 1, 5.0, 45.0)
-    other = changed(measured_job(), Change(here=whole, there=half))
+    here = measured_job()
+    here = replace(here, costs=replace(here.costs, contention=replace(here.costs.contention, handling_us=100.0)))
+    other = changed(here, Change(here=whole, there=half))
+    assert other.costs.contention.handling_us == pytest.approx(200.0)
     assert (other.forward_us, other.optimizer_us, other.gaps_us[1]) == (18000.0, 2000.0, 8000.0)
     assert other.costs.encode_us(SIGNS, Device.TRAINING, 1e6) == pytest.approx(640.0)
     assert plain_us(other) == pytest.approx(plain_us(measured_job(cores=0.5)), rel=0.02)
@@ -187,6 +200,24 @@ def test_a_round_trip_is_latency_that_holds_nothing():
     # The way there and back for every round: over Gloo a receiver says first that it is ready.
     assert {curve.latency_us for curve in far.costs.links.curves} == {50_000.0, 100_000.0}
     assert plain_us(far) > plain_us(measured_job())
+
+
+def test_a_flat_gather_of_payloads_waits_in_every_round_of_its_ring_as_by_stated_lines():
+    """Where links inside nodes and between them are crossed; numbers are gathered from all at once."""
+    kinds = [(routine, Scope.FLAT, form) for routine, form in (*ROUTINES, (Routine.ALLGATHER, Form.PAYLOAD))]
+    kinds += [(Routine.ALLREDUCE, Scope.INTRA, Form.RAW)]
+    curves = tuple(LinkCurve(*kind, ((1e4, 100.0), (1e6, 9e3))) for kind in kinds)
+    measured, stated = (
+        replace(measured_job(), cluster=Cluster(2, 2), costs=replace(measured_job().costs, links=links))
+        for links in (Links(curves=curves), Links(AlphaBeta(1.0, 0.1), AlphaBeta(40.0, 8.0)))
+    )
+    steps = parse_option("comp > flat.all_to_all > flat.allgather > dec").steps
+    for job in (measured, stated):
+        far = changed(job, Change(rtt_ms=50.0))
+        costs = [far.costs.comm(step, far.cluster, 1e5) for step in steps if step.is_communication]
+        assert [cost.latency_us for cost in costs] == [50_000.0, 150_000.0]
+    raw = changed(measured, Change(rtt_ms=50.0)).costs.links.measured(Routine.ALLGATHER, Scope.FLAT, Form.RAW)
+    assert raw.latency_us == 50_000.0
 
 
 def test_the_executors_exchanges_in_flight_are_the_models():
@@ -262,8 +293,8 @@ def test_compression_stops_paying_somewhere():
     job = replace(measured_job(), forward_us=100_000.0)
     stops = stops_paying(job, (SIGNS,), Change())
     assert stops is not None
-    assert predict(job, (SIGNS,), Change(inter_gbit=0.8 * stops)).pays
-    assert not predict(job, (SIGNS,), Change(inter_gbit=1.3 * stops)).pays
+    assert predict(job, (SIGNS,), Change(inter_gbit=0.8 * stops), all_kinds=True).pays
+    assert not predict(job, (SIGNS,), Change(inter_gbit=1.3 * stops), all_kinds=True).pays
 
 
 def test_twelve_thousand_ranks_are_priced_by_the_formulas():
@@ -376,6 +407,14 @@ def test_the_command_answers_every_combination(tmp_path):
     assert smaller["rows"][0]["plain_us"] < body["rows"][1]["plain_us"]
     shown = run(str(path), "--no-threshold")
     assert "measured on 2 nodes x 1 ranks, 1 Gb/s; predictions reach 30 times" in " ".join(shown.stdout.split())
+
+
+def test_a_row_is_searched_as_the_search_command_does(tmp_path):
+    path = tmp_path / "job.json"
+    job_from_trace("lstm", 2, 2, "pcie-25g").save(path)
+    found = CliRunner().invoke(app, ["search", str(path), "-c", "efsignsgd", "--json"])
+    row = json.loads(run(str(path), "-c", "efsignsgd", "--no-threshold", "--json").stdout)["rows"][0]
+    assert row["best_us"] == pytest.approx(json.loads(found.stdout)["predicted_us"])
 
 
 def test_the_command_refuses_in_one_line(tmp_path):

@@ -138,9 +138,9 @@ class World:
         return [Candidate("signs", self.finds, plan(self.finds, self.buckets).order, self.buckets, found)]
 
     @property
-    def job(self) -> object:
-        """None before the first search, as of a real one."""
-        return self.searches or None
+    def is_measured(self) -> bool:
+        """As of a real one."""
+        return self.searches > 0
 
     def spread(self, records: Any) -> float:
         return 0.0

@@ -3,7 +3,6 @@
 Run by torchrun or mpirun (through the launcher of parameter servers, where the job has some), or forked by ``trial``.
 """
 
-import hashlib
 import json
 import os
 import resource
@@ -102,6 +101,8 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
     from torch.nn.parallel import DistributedDataParallel
 
     import espresso
+    from benchmarks.exchange import digest, uniform
+    from espresso.live.names import named_gradients, tensor_specs
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
@@ -112,7 +113,7 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
     state = espresso.register(
         ddp,
         work.compressor,
-        _strategy(ddp, work, work.option) if work.option else "auto",
+        uniform(work.option, work.compressor) if work.option else "auto",
         ranks_per_node=work.ranks_per_node,
         timeout_s=work.timeout_s,
         artifacts_dir=work.artifacts_dir,
@@ -121,6 +122,12 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
         for_exactness=0.0,  # so that there is something to race on a slow network
     )
     states.append(state)
+    tensors = tensor_specs(named_gradients(ddp))
+
+    def use(option: str) -> None:
+        assert state.cluster is not None
+        state.use(uniform(option, work.compressor)(tensors, state.cluster))
+
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
     told: set[str] = set()
@@ -131,22 +138,22 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
             told.add(phase)
         _obey(work, rank, tell, ddp)
         if phase == "switch":
-            state.use(_strategy(ddp, work, OTHER_OPTION)(None, state.cluster))
+            use(OTHER_OPTION)
         if phase == "save":
             torch.save(state.gather_state_dict(), Path(work.folder) / f"checkpoint{rank}")
             if work.option:
-                state.use(_strategy(ddp, work, work.option)(None, state.cluster))
+                use(work.option)
         with state.errors():
             optimizer.zero_grad()
             ddp(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()
             optimizer.step()
         time.sleep(STEP_S)
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())).hexdigest()
+    result = digest(ddp.parameters())
     tell(phase="closing")
     _obey(work, rank, tell, ddp)
     state.close()
     dist.destroy_process_group()
-    return digest[:16]
+    return result
 
 
 def _phase(work: Work, step: int, decided: bool) -> str:
@@ -160,18 +167,6 @@ def _phase(work: Work, step: int, decided: bool) -> str:
     if step < SEARCH_AT:
         return "warm-up" if step < PROFILE_FROM else "profile"
     return "search" if step == SEARCH_AT else "race"
-
-
-def _strategy(ddp: Any, work: Work, text: str) -> Any:
-    from espresso.live.names import named_gradients, tensor_specs
-    from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
-
-    def make(tensors: Any, cluster: Any) -> Strategy:
-        option = parse_option(text)
-        spec = CompressorSpec.parse(work.compressor if option.is_compressed else "none")
-        return Strategy.uniform(tensor_specs(named_gradients(ddp)), cluster, Choice(option, spec))
-
-    return make
 
 
 def _obey(work: Work, rank: int, tell: Callable[..., None], ddp: Any) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.models import digits
-from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of, seeded
+from benchmarks.models import digits, seeded
+from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of
 
 # Half of an image's pixels are hidden; all of them are asked for.
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.models import seeded
+
 Optimizers = Sequence[torch.optim.Optimizer]
 
 TEST = 1 << 20
@@ -52,17 +54,6 @@ def generator_of(seed: int, *more: int) -> torch.Generator:
     for number in more:
         mixed = (mixed * 1_000_003 + number + 1) % (2**63 - 1)
     return torch.Generator().manual_seed(mixed)
-
-
-def seeded(seed: int, make: Callable[[], list[nn.Module]]) -> Callable[[], list[nn.Module]]:
-    """``make``, with the same weights on every rank."""
-
-    def build() -> list[nn.Module]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make()
-
-    return build
 
 
 def _adam(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:

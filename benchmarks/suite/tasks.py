@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.models import Workload, build_workload, digits
+from benchmarks.models import Workload, build_workload, digits, seeded
 from benchmarks.suite.held_out import HELD_OUT
-from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of, seeded
+from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of
 
 WORKLOADS = ("mlp", "resnet", "vit", "gpt", "lstm")
 """Those of :mod:`benchmarks.models`."""

@@ -20,7 +20,17 @@ from benchmarks.arms import Arm, Decider, parse_arms
 from benchmarks.ratios import paired_ratio
 from benchmarks.suite.task import Task
 from benchmarks.suite.tasks import build_task
-from benchmarks.train import Block, Place, Progress, process_group, replicas_are_equal, run_block, warm_up
+from benchmarks.train import (
+    Block,
+    Place,
+    Progress,
+    alternate,
+    have_decided,
+    process_group,
+    replicas_are_equal,
+    run_block,
+    warm_up,
+)
 
 
 @dataclass
@@ -54,10 +64,7 @@ class Trainee:
 
     def has_decided(self) -> bool:
         """Whether every model's state has decided on every rank (a collective)."""
-        mine = all(state is None or state.decided for state in self.states)
-        flag = torch.tensor(int(mine))
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        return bool(flag.item())
+        return have_decided(self.states)
 
     def modules(self) -> list[nn.Module]:
         """The bare models."""
@@ -81,10 +88,8 @@ def time_arms(
     trainees = [Trainee.start(arm, task, decide_by=by) for arm, by in chosen.items()]
     for one in trainees:  # each by itself: sixty uncompressed steps on a slow network would tell nothing
         warm_up([one], place, 4, Progress(None))
-    for done in range(blocks):
-        turn = done % len(trainees)
-        for trainee in trainees[turn:] + trainees[:turn]:
-            trainee.blocks.append(run_block(partial(trainee.step, place), place, steps))
+    for trainee in alternate(trainees, blocks):
+        trainee.blocks.append(run_block(partial(trainee.step, place), place, steps))
     rows = []
     times = {one.arm.kind: [block.median_step_s for block in one.blocks] for one in trainees}
     for one in trainees:
@@ -99,7 +104,7 @@ def time_arms(
                 "parameters": sum(p.numel() for model in one.models for p in model.parameters()),
                 "steps_to_decide": one.num_steps_to_decide,
                 "verdicts": [state.verdict for state in one.states if state is not None],
-                "replicas_equal": replicas_are_equal(one.arm, one.modules()),
+                "replicas_equal": replicas_are_equal(one.modules()) if one.arm.keeps_replicas_equal else None,
             }
         )
     for one in trainees:
@@ -117,7 +122,7 @@ def train_to_end(task: Task, arm: Arm, place: Place, steps: int) -> dict[str, An
         trainee.step(place)
     peak = torch.tensor(peak_mib())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    equal = replicas_are_equal(arm, trainee.modules())
+    equal = replicas_are_equal(trainee.modules()) if arm.keeps_replicas_equal else None
     verdicts = [str(state.verdict) for state in trainee.states if state is not None]
     found = {
         "metric": task.metric(trainee.modules()), "peak_mib": float(peak), "replicas_equal": equal,

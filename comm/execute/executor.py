@@ -470,6 +470,10 @@ class Executor:
         """Have ``leave`` called once, after the first error was told to everybody and logged."""
         self._failure.on_log = leave
 
+    def try_again(self) -> None:
+        """Have each of the next plain steps send what is owed, also where many did so in vain. All ranks alike."""
+        self._in_vain = 0
+
     def watch(self, clock: Any) -> None:
         """Have ``clock.read`` called with the device's times after every iteration (None: measure no more)."""
         self.side.watch(clock)

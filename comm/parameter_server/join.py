@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from espresso.comm.environment import Launch, build, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
-from espresso.comm.member import MAX_CONNECTIONS
+from espresso.comm.member import LONGEST_S, MAX_CONNECTIONS
 from espresso.comm.memory import Codecs
 from espresso.comm.nodes import node_key
 from espresso.comm.parameter_server import connect
@@ -74,8 +74,10 @@ class ServerSettings:
             raise ValueError(
                 "give a number of servers above 0: of the job (--servers), on every node (--servers-per-node), or both"
             )
-        if self.engines < 1 or self.memory_bytes < 1 or not self.timeout_s > 0:
-            raise ValueError("engines, server memory and time-out must be above 0")
+        if self.engines < 1 or self.memory_bytes < 1:
+            raise ValueError("engines and server memory must be above 0")
+        if not 0 < self.timeout_s <= LONGEST_S:
+            raise ValueError(f"the time-out must be above 0 and up to {LONGEST_S:g} s, got {self.timeout_s:g}")
         if not 1 <= self.connections <= MAX_CONNECTIONS:
             raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {self.connections}")
 

@@ -286,8 +286,8 @@ def draw(path: Path | None, write: Callable[..., object], *what: object) -> None
 
 
 def next_step(job: Path) -> str:
-    """What to do with a job, as a command."""
-    return f"next: espresso search {job} --compressor dgc:ratio=0.01 -o strategy.json"
+    """What to do with a job, as a command: whatever it was measured with, there are costs for that."""
+    return f"next: espresso search {job} --compressor {AUTO} -o strategy.json"
 
 
 def check_output(path: Path | None, *endings: str) -> None:

@@ -118,8 +118,8 @@ class Run:
         self._steps = [{step.number: step for step in flight.steps} for flight in self.flights]
         if any(newest not in steps for steps in self._steps):
             raise FlightError("the ranks recorded different steps; were these files written at the same time?")
-        wanted = dict.fromkeys(step.stretch for number, step in self._steps[0].items() if number <= newest)
-        for place in reversed(wanted):
+        # By their last steps: what runs now may have run before others, in a race.
+        for place in dict.fromkeys(step.stretch for step in reversed(first.steps) if step.number <= newest):
             self.stretch: Stretch = first.stretches[place]
             self.turns = self._turns_of(place, newest)
             if self.turns:

@@ -25,6 +25,8 @@ from espresso.strategies.fields import faults, shown
 
 KIND = "espresso-flight"
 NAME = "flight-{rank:05d}.json"
+TRACE = "espresso-trace"
+"""The kind of the traces that we write for viewers, said before their events; none is a rank's."""
 
 MOST_BYTES = 64 << 20
 """Of a file; :data:`MOST_VALUES` keeps what we write far below."""

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord, Stretch, check_run, load_run
+from espresso.flight.form import TRACE, Flight, FlightError, Script, Span, StepRecord, Stretch, check_run, load_run
 from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec, ring_bytes
 from espresso.strategies import fields as forms
 
@@ -64,7 +64,7 @@ def _elements(dims: Any) -> int:
 
 
 def load_any(folder: str | Path) -> list[Flight]:
-    """A run's flight records, or else its Kineto traces.
+    """A run's flight records, or else its Kineto traces; traces that we wrote ourselves are left out.
 
     Raises:
         FlightError: neither is there, or one is malformed.
@@ -82,7 +82,8 @@ def _looks_like_a_trace(path: Path) -> bool:
     if path.suffix == ".gz":  # reading it says what is wrong
         return True
     with path.open("rb") as file:
-        return b"traceEvents" in file.read(1 << 20)
+        head, events, _ = file.read(1 << 20).partition(b"traceEvents")
+    return bool(events) and TRACE.encode() not in head
 
 
 def load_traces(paths: Sequence[str | Path]) -> list[Flight]:

@@ -125,8 +125,9 @@ class Front:
             at_end_of_backward(self._leave)
         elif self._backward != backward_number():
             raise EspressoError(
-                "the last backward pass did not end, so that some gradients were not averaged over the replicas; after"
-                " an error in forward or backward start again from a checkpoint"
+                "a backward pass began before the last one ended, so that some gradients were not averaged over the"
+                " replicas: checkpoint activations with use_reentrant=False, and after an error in forward or backward"
+                " start again from a checkpoint"
             )
 
     # -- 2 -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What exchanges take from computations beside them."""
+"""What exchanges, and carrying plans out, take from computations beside them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from statistics import median
 
 import numpy as np
 
+from espresso.comm.execute.handling import Handling
 from espresso.comm.groups import Groups
+from espresso.comm.memory import Codecs
 from espresso.live.machine import cores_per_rank
+from espresso.model.costs import CostModel
+from espresso.model.pricing import Pricer, price_plan
+from espresso.strategies import NONE, Choice, parse_option
 
 _NUMBERS = 1 << 18
 """Of one piece of work: a MB in and out, as gradients are read and written; about 0.1 ms."""
+
+_BUCKETS, _FEW, _PASSES, _TIMES = 4, 1024, 8, 3
+"""Of the plan that is carried out, the elements of a bucket, how often at a time, and how many times; 0.3 s in all."""
 
 _FREE_S = 0.025
 """So long threads compute before and after an exchange, with nothing beside them."""
@@ -64,6 +72,30 @@ class Computing:
             for thread in threads:
                 thread.join()
         return sum(done) / lasted_us, lasted_us
+
+
+def measure_handling(groups: Groups, codecs: Codecs, costs: CostModel) -> float:
+    """What carrying out a compression takes of a core besides what is priced: ``Contention.handling_us``. Collective.
+
+    By a plan of buckets with next to nothing in them, copied for compressed, which threads carry out as in a step while
+    others compute.
+    """
+    if groups.cluster.num_ranks == 1:
+        return 0.0
+    choice = Choice(parse_option("comp > flat.allgather > dec"), NONE)
+    made = Handling(groups, codecs, choice, num_buckets=_BUCKETS, numel=_FEW, patience_s=groups.timeout_s)
+
+    def passes() -> None:
+        for _ in range(_PASSES):
+            made()
+
+    with made:
+        made()
+        computing = Computing(groups)
+        taken_us = median(computing.taken_us(passes) for _ in range(_TIMES)) / _PASSES
+    works = price_plan(made.plan, Pricer(costs, groups.cluster))
+    num_ours = sum(work.shape.step.device is not None for work in works)
+    return max(taken_us - sum(work.us * work.cores for work in works), 0.0) / num_ours
 
 
 def lost(before: float, beside: float, after: float) -> float:

@@ -145,10 +145,14 @@ class Change:
         return is_free or moved >= (SEVERE if is_blocked else math.log(URGENT))
 
     def with_link(self, ratio: float) -> Change:
-        """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
+        """The change with what the link was measured to take, in terms of what it took, in place of what steps told.
+
+        Where that leaves nothing, the step itself has changed.
+        """
+        before_us, now_us = self.step_us
         others = tuple(each for each in self.findings if each.cause is not Cause.LINK)
         found = (Finding(Cause.LINK, ratio),) if abs(math.log(ratio)) > TELLING else ()
-        return replace(self, findings=found + others)
+        return replace(self, findings=found + others or (Finding(Cause.STEP, now_us / before_us),))
 
     def ratio(self, *causes: Cause) -> float | None:
         """Of the first finding with one of these causes."""

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
-from espresso.comm.member import MAX_CONNECTIONS
+from espresso.comm.member import LONGEST_S, MAX_CONNECTIONS
 from espresso.compressors import create
 from espresso.search.terms import AUTOMATIC, EXACT_VECTORS, FOR_EXACTNESS, Terms
 from espresso.strategies import RESIDUAL_DTYPES
@@ -20,9 +20,6 @@ logger = logging.getLogger("espresso")
 RecordSignal = Literal["SIGUSR1", "SIGUSR2"]
 ResidualDtype = Literal["float32", "bf16", "int8"]
 assert set(get_args(ResidualDtype)) == set(RESIDUAL_DTYPES)
-
-LONGEST_S = 1e6
-"""Of a time-out: eleven days."""
 
 MOST_ELEMENTS = 1 << 40
 MOST_STEPS = 10**9

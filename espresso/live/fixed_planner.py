@@ -57,6 +57,9 @@ class FixedPlanner:
     Args:
         history: where it is told what has changed, if anything is watched; the strategy stays.
         verdict: why this one; by default that it was given.
+
+    Attributes:
+        given: the strategy as given, of compressors that change with step or epoch.
     """
 
     probed_us = 0.0
@@ -71,7 +74,7 @@ class FixedPlanner:
         history: History | None = None,
         verdict: Verdict | None = None,
     ) -> None:
-        self._given, self._groups, self._history = strategy, groups, history
+        self.given, self._groups, self._history = strategy, groups, history
         self.watch = None if history is None else Watch(groups)
         self.verdict = verdict or Verdict("given", "the strategy was given")
         self._exact, self._patience = Exact(), Patience()
@@ -80,7 +83,7 @@ class FixedPlanner:
     def back_off(self, tensors: Collection[str], step: int) -> str:
         """Leave these tensors exact from the next iteration on; returns the new name."""
         self._exact.add(tensors)
-        self._given = self._exact.of(self._given)
+        self.given = self._exact.of(self.given)
         self.verdict = Verdict(self._exact.named("given"), "tensors whose averages were out of their band are exact")
         self.follow(self._in_force)
         return self.verdict.name
@@ -94,7 +97,7 @@ class FixedPlanner:
     def follow(self, in_force: InForce) -> None:
         """Run the same options with these compressors, from the iteration on that is about to be assigned."""
         self._in_force = in_force
-        self._orderer = Orderer(translate(self._given, in_force), self._groups)
+        self._orderer = Orderer(translate(self.given, in_force), self._groups)
         if self.watch is not None:
             self.watch.begin()
 

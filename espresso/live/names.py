@@ -78,7 +78,7 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
     for name, parameter in parameters.items():
         _check(name, parameter)
-    _check_sparse(inner)
+    _check_sparse(inner, set(map(id, parameters.values())))
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
@@ -118,9 +118,11 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
         )
 
 
-def _check_sparse(module: torch.nn.Module) -> None:
+def _check_sparse(module: torch.nn.Module, averaged: set[int]) -> None:
+    """``averaged``: the parameters whose gradients are, by ``id``."""
     for name, child in module.named_modules():
-        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
+        is_sparse = isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse
+        if is_sparse and any(id(parameter) in averaged for parameter in child.parameters()):
             raise UnsupportedModelError(
                 f"module {name!r} makes sparse gradients; build it with sparse=False, a compressor makes them small"
             )

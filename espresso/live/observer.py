@@ -94,7 +94,10 @@ def hosts_of(per_rank: Sequence[Sequence[Observation]], ranks_per_node: int) -> 
 
 def profile_of(per_rank: Sequence[Sequence[Observation]]) -> Profile:
     """How many steps :func:`combine` takes medians of, and how far they are apart: on the rank where it is most."""
-    backward = [[max(o.tensor_ready_us.values()) for o in _in_last_buckets(observations)] for observations in per_rank]
+    backward = [
+        [max(o.tensor_ready_us.values(), default=0.0) for o in _in_last_buckets(observations)]
+        for observations in per_rank
+    ]
     return Profile(min(map(len, backward)), max(map(_spread, backward)))
 
 
@@ -187,7 +190,7 @@ class Observer:
         for bucket, at in zip(record.buckets, record.ready_ns, strict=True):
             for slot in bucket.slots:
                 ready.setdefault(slot.tensor, at)
-        begin = min(ready.values())
+        begin = min(ready.values(), default=record.ready_ns[0])
         forward = previous_ns if clock is None else max(clock.forward_ns, previous_ns)
         return Observation(
             {name: (at - begin) / 1e3 for name, at in ready.items()},

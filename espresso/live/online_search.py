@@ -21,6 +21,7 @@ from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.compressors.base import MOMENTUM as USUAL
 from espresso.live.artifacts import Artifacts
+from espresso.live.beside import measure_handling
 from espresso.live.candidates import Candidate, Moved
 from espresso.live.change import TELLING, Change
 from espresso.live.codec_costs import measure_compressors
@@ -70,7 +71,8 @@ class OnlineSearch:
 
     Attributes:
         compressors: those in force; a later call measures what has changed, and searches again.
-        job: what was measured, on every rank; None before.
+        job: what was measured, on every rank; None before, and in a shard that holds nothing of the model.
+        is_measured: whether the job is measured, also where that is in other shards alone.
         uncompressed_us: predicted iteration time of the plain strategy.
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
@@ -99,6 +101,7 @@ class OnlineSearch:
         self._asked, self.gain = config.terms, config.feedback_gain
         self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
+        self.is_measured = False
         self.uncompressed_us = 0.0
         self.advice = ""
         self.bucket_cap_mb: float | None = None
@@ -127,7 +130,7 @@ class OnlineSearch:
     def revise(self, change: Change) -> Moved:
         """Measure again what changed in the running job. Collective; the next call searches with it."""
         if self.job is None:
-            return Moved(1.0, math.inf)
+            return Moved(1.0, 0.0)
         self._revised = self._revised or Remeasured(self.job, change)
         self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
         return self._revised.moved
@@ -178,7 +181,7 @@ class OnlineSearch:
 
         What ranks tell each other here is what the job is made of. Jobs beside each other measure as many steps.
         """
-        if self.job is not None:
+        if self.is_measured:
             return 0.0
         everybody = self._groups.all_objects(
             [
@@ -195,7 +198,8 @@ class OnlineSearch:
 
         Jobs beside each other measure at once, as they will run, and race what the first of them found.
         """
-        found, beside = self._find(records), self._groups.beside
+        found, beside = self._find(records) if self._tensors else [], self._groups.beside
+        self.is_measured = True
         if beside is None:
             return found
         beside.barrier(patient=True)
@@ -275,7 +279,11 @@ class OnlineSearch:
         contention = runtime.contention(Contention(cores, backward, pool, {**taken, **burnt}))
         links = replace(links, curves=links.curves + pushes)
         copies = runtime.copy_cost(self._groups)
-        return CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
+        costs = CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
+        if contention.cores is not None:
+            handling_us = measure_handling(self._groups, self._codecs, costs)
+            costs = replace(costs, contention=replace(contention, handling_us=handling_us))
+        return costs
 
     def _wanted(self) -> tuple[CompressorSpec, ...]:
         """Those to measure: in force, or forced, or what packs residuals; of several none that would send every tensor
@@ -346,7 +354,7 @@ class OnlineSearch:
         gaps = [0.0] + [max(b - a, 0.0) for a, b in itertools.pairwise(ready)]
         handed_over: list[float] = []
         for at in seen.bucket_ready_us:
-            handed_over.append(max([at, *handed_over[-1:]]))
+            handed_over.append(max([at, 0.0, *handed_over[-1:]]))  # padding alone comes before the first gradient
         return Job(
             model="live",
             tensors=tuple(self._tensors[name] for name in in_order),

@@ -161,7 +161,7 @@ class AutoPlanner:
         if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
         self._stop_trying()
-        if self._search.job is None or not self._observed:
+        if not self._search.is_measured or not self._observed:
             self._measure_first(after=1)  # this iteration has begun
             return
         self._winner = self.verdict = None
@@ -186,7 +186,7 @@ class AutoPlanner:
         self._search.follow(in_force)
         self._winner = Orderer(self._exact.of(strategy), self._groups)  # what was found out stays exact
         self._cap_mb = strategy.bucket_cap_mb
-        if self._search.job is None:
+        if not self._search.is_measured:
             self._forget_profile()  # it was measured half, and will be whole
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
         self._watch_anew()
@@ -414,8 +414,8 @@ class AutoPlanner:
         return None
 
     def _what_is_due(self, watch: Watch, step: int) -> Work | None:
-        """A turn, where more is owed than may be; or a switch that pays by now, where steps are not faster than when it
-        was found: the change has lasted.
+        """A turn, where more is owed than may be; or a switch that pays by now, where steps have not gone back since
+        it was found: the change has lasted.
         """
         if self._over:
             change = watch.now(Finding(Cause.OWED, self._over), step)
@@ -425,8 +425,9 @@ class AutoPlanner:
         if verdict is None or later is None or step < later.step:
             return None
         self._later = None
-        now_us = max(row.step for row in watch.latest)
-        if math.log(verdict.measured_us[verdict.name] / now_us) > TELLING:
+        found_us, now_us = verdict.measured_us[verdict.name], max(row.step for row in watch.latest)
+        back = math.copysign(1.0, later.change.step_us[0] - found_us) * math.log(now_us / found_us)
+        if watch.came_home or back > TELLING:
             return None
         return partial(self._switch, later.name, later.race, later.change, step)
 
@@ -461,7 +462,7 @@ class AutoPlanner:
             self.watch.hush()  # or it would disturb what is measured now
         began_ns, now = time.perf_counter_ns(), self.verdict.name
         self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
-        if self._search.job is None or not self._observed:
+        if not self._search.is_measured or not self._observed:
             self._measure_first()
             return
         came_home = self.watch is not None and self.watch.came_home

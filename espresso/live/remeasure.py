@@ -64,7 +64,7 @@ class Remeasured:
 
     def __init__(self, job: Job, change: Change) -> None:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
-        self._codec = self._scale = 1.0
+        self._codec = self._scale = self._batch = 1.0
         self.moved = Moved(1.0, 0.0)
         links = job.costs.links
         self._burst_bytes, self._burst_at_us = links.burst_bytes, _gather_us(links)
@@ -76,15 +76,19 @@ class Remeasured:
 
     def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
         """The job with the costs of what changed measured again. Collective: all ranks call it together."""
-        were, given = (self._scale, self._codec), job
+        were, given = (self._scale, self._codec, self._batch), job
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
         scale = self.scale(change)
         if compute is not None or change.came_home:
             self._scale = scale
             job = with_compute(job, self._first, scale)
+        if change.came_home:  # to a batch between the first and this one
+            home = scale / (compute or 1.0)
+            self._batch = max(min(home, 1.0), min(self._batch, max(home, 1.0)))
+        self._batch *= change.ratio(Cause.JOB) or 1.0
         # A core that somebody else uses slows encoders as well, whether or not any runs now.
         if change.ratio(Cause.COMPUTE) is not None or change.came_home:
-            self._codec = max(1.0, min(scale, MOST_CODEC))
+            self._codec = max(1.0, min(scale / self._batch, MOST_CODEC))
         codec = change.ratio(Cause.ENCODERS)
         if codec is not None:
             self._codec = max(1 / MOST_CODEC, min(self._codec * codec, MOST_CODEC))
@@ -93,10 +97,10 @@ class Remeasured:
         probes = probe(groups, place, given.costs.links)
         of_links = _link_ratios(given.costs.links, probes)
         as_before = bool(of_links) and all(abs(math.log(ratio)) < TELLING for ratio in of_links)
-        if as_before and change.blames_link and not change.again:
-            (self._scale, self._codec), self.moved = were, Moved(1.0, 0.0)
+        if as_before and change.blames_link and not (change.again or change.came_home):
+            (self._scale, self._codec, self._batch), self.moved = were, Moved(1.0, 0.0)
             return given
-        others = [now / was for now, was in zip((self._scale, self._codec), were, strict=True)]
+        others = [now / was for now, was in zip((self._scale, self._codec), were[:2], strict=True)]
         most = max(abs(math.log(ratio)) for ratio in (*of_links, *others))
         self.moved = Moved(max(of_links, default=1.0), most)
         links = with_probes(self._first.costs.links, probes, groups.cluster)
@@ -169,9 +173,9 @@ def use_up_rest(groups: Groups, place: Place) -> None:
 def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
     """Every measured curve with what its link takes more, or less, than when it was measured.
 
-    A gather of S bytes took a + b S, and takes da + db S more. A routine that waits n times for a message, and has f
-    times the bytes on its busiest link, takes n da + f db S more. Where that is less than nothing, it sinks no further
-    than n a + f b S does; and what a slow link's curves are off by (:data:`UNSURE`) is no time that stays.
+    A gather of S bytes took a + b S, and takes da + db S more. A routine that waits n times as often for a message, and
+    has f times the bytes on its busiest link, takes n da + f db S more. Where that is less than nothing, it sinks no
+    further than n a + f b S does; and what a slow link's curves are off by (:data:`UNSURE`) is no time that stays.
     """
 
     def changed(curve: LinkCurve) -> LinkCurve:
@@ -183,8 +187,8 @@ def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
         more = [us - old for (_, us), old in zip(probed, was, strict=True)]
         (old_round, old_byte), (per_round, per_byte) = (_line([size for size, _ in probed], us) for us in (was, more))
         least = min(1.0, *(us / old for (_, us), old in zip(probed, was, strict=True)))
-        messages, share = on_busiest_link(curve, cluster)
-        rounds, factor = num_rounds(curve.routine, messages), share / on_busiest_link(gather, cluster)[1]
+        rounds = num_rounds(curve, cluster) / num_rounds(gather, cluster)
+        factor = on_busiest_link(curve, cluster)[1] / on_busiest_link(gather, cluster)[1]
 
         def now_us(size: float, us: float) -> float:
             added = rounds * per_round + factor * per_byte * size
@@ -252,4 +256,6 @@ def _with_codecs(job: Job, first: Job, ratio: float) -> Job:
             return cost
         return replace(cost, points=tuple((x, us * ratio) for x, us in was.points), launch_us=was.launch_us * ratio)
 
-    return replace(job, costs=replace(job.costs, compute=tuple(map(scaled, job.costs.compute))))
+    handling_us = first.costs.contention.handling_us * ratio
+    contention = replace(job.costs.contention, handling_us=handling_us)
+    return replace(job, costs=replace(job.costs, compute=tuple(map(scaled, job.costs.compute)), contention=contention))

@@ -40,17 +40,21 @@ def raw_keys(count: int, num_bytes: int, workers: Sequence[int]) -> list[Key]:
 
 
 class Probe:
-    """Pushes and pulls of made-up keys, pipelined as in training."""
+    """Pushes and pulls of made-up keys, pipelined as in training.
+
+    Args:
+        namespace: see ``new_namespace``; that of a probe that was closed will do: there are not many.
+    """
 
     def __init__(
         self,
         client: Client,
         groups: Groups,
         keys: Sequence[Key],
+        namespace: int,
         bearing: Bearing | None = None,
         server: int | None = None,
     ) -> None:
-        namespace = groups.from_rank_0(client.new_namespace())
         self._groups = groups
         self._link = Link(client, groups.ranks, ResidualStore(), groups.timeout_s, namespace, bearing)
         self._lines = [Line(key) for key in keys]
@@ -82,8 +86,9 @@ def measure_bearing(groups: Groups, client: Client) -> Bearing | None:
         return None
     count, per_kb = _BEARING_KEYS, groups.num_ranks * _BEARING_BYTES / 1e3
     cards, processors = [], []
+    namespace = groups.from_rank_0(client.new_namespace())
     for server in range(client.num_servers):
-        us, _ = _time(groups, client, _BEARING_BYTES, count, _BEARING_ROUNDS, server=server)
+        us, _ = _time(groups, client, namespace, _BEARING_BYTES, count, _BEARING_ROUNDS, server=server)
         cards.append(us / per_kb / max(1.0 - known.near[server], 1 / groups.num_ranks))
         answer: Any = None
         if groups.rank == 0:
@@ -102,11 +107,11 @@ def measure_exchange(groups: Groups, bearing: Bearing | None = None) -> tuple[tu
     if client is None:
         return (), {}
     points: list[tuple[float, float]] = []
-    cores = 0.0
+    cores, namespace = 0.0, groups.from_rank_0(client.new_namespace())
     for size in (size for size in LINK_SIZES if size <= _LARGEST_BYTES):
-        single = _time(groups, client, size, 1, 1, bearing)[0]
+        single = _time(groups, client, namespace, size, 1, 1, bearing)[0]
         count = max(min(int(LOOP_US / max(single, 1.0)), MAX_LOOP), 2)
-        us, cores = _time(groups, client, size, count, 1 if single > SLOW_US else REPEATS, bearing)
+        us, cores = _time(groups, client, namespace, size, count, 1 if single > SLOW_US else REPEATS, bearing)
         points.append((float(size * groups.num_ranks), us))
         if us > SLOW_US:
             break
@@ -120,6 +125,7 @@ def measure_exchange(groups: Groups, bearing: Bearing | None = None) -> tuple[tu
 def _time(
     groups: Groups,
     client: Client,
+    namespace: int,
     size: int,
     count: int,
     repeats: int,
@@ -127,7 +133,7 @@ def _time(
     server: int | None = None,
 ) -> tuple[float, float]:
     """(microseconds of one key's push, or pull; cores burnt), the slowest rank's."""
-    probe = Probe(client, groups, raw_keys(count, size, groups.ranks), bearing, server)
+    probe = Probe(client, groups, raw_keys(count, size, groups.ranks), namespace, bearing, server)
     probe.run()
     walls, busy = [], []
     for _ in range(repeats):

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
+from espresso.comm.nodes import node_key
 from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
@@ -161,6 +161,7 @@ class Session:
                 names = [tensor.name for tensor in model.wholes]
                 side = self.executor.side
                 self.guard = Guard(self.groups, model.tensors, names, self.store, side, self.velocities)
+            self._goes_first = self._is_first_here()
             self._kernels = self._make_kernels(self.given.specs | set(config.terms.constraints.forced()))
             undo.callback(self._kernels.end)
             self.is_compiled = self._warm_up()  # last: who dies or hangs meanwhile is named
@@ -291,11 +292,16 @@ class Session:
         return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace, self.bearing)
 
     def _make_kernels(self, specs: Iterable[CompressorSpec]) -> Kernels:
-        launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
-        per_node = self.groups.cluster.ranks_per_node
-        goes_first = self.groups.rank % per_node == 0 if launch is None else launch.local_rank == 0
         dtypes = {tensor.dtype for tensor in self.model.tensors}
-        return Kernels(self.groups, self.codecs, {*specs} - {NONE}, dtypes, goes_first)
+        return Kernels(self.groups, self.codecs, {*specs} - {NONE}, dtypes, self._goes_first)
+
+    def _is_first_here(self) -> bool:
+        """Whether this is its host's first rank of the job: ranks_per_node may say otherwise, but the cache belongs to
+        the host.
+        """
+        here, rank = node_key(), dist.get_rank()
+        neighbours: list[int] = [theirs for host, theirs in self.groups.everywhere((here, rank)) if host == here]
+        return rank == min(neighbours)
 
     def _warm_up(self) -> bool:
         """Have the kernels that this job may run; whether they are there, or are compiled beside its first steps."""
@@ -398,6 +404,7 @@ class Session:
     def flush(self) -> None:
         """Send all that is owed in the next iteration that counts: it is uncompressed, and the decider skips it."""
         self._flush.begin(Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0))
+        self.executor.try_again()
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""

@@ -64,9 +64,12 @@ def held(job: Job) -> list[set[str]]:
 
 
 def in_buckets(job: Job, buckets: Sequence[Bucket]) -> Job:
-    """The same gradients in these buckets: each is handed over with its last gradient, and none before another."""
+    """The same gradients in these buckets: each is handed over with its last gradient, and none before another.
+
+    A shard has buckets that hold nothing: they come with the one before them.
+    """
     ready = dict(zip((tensor.name for tensor in job.tensors), accumulate(job.gaps_us), strict=True))
-    full = (max(ready[slot.tensor] for slot in bucket.slots) for bucket in buckets)
+    full = (max((ready[slot.tensor] for slot in bucket.slots), default=0.0) for bucket in buckets)
     return replace(job, buckets=tuple(buckets), bucket_ready_us=tuple(accumulate(full, max)))
 
 

@@ -107,14 +107,18 @@ class Contention:
         backward_cores: what backward demands while it runs.
         pool_threads: what an offloaded task demands. A task on the training lane demands one core.
         comm_cpu: cores that communication takes while it is on the wire, by ``scope.routine`` or ``scope``.
+        handling_us: of a core, what carrying out a compression or decompression takes besides: handing it over between
+            threads, and half of what that takes for the exchange between the two.
     """
 
     cores: float | None = None
     backward_cores: float = 1.0
     pool_threads: float = 1.0
     comm_cpu: Mapping[str, float] = field(default_factory=dict)
+    handling_us: float = 0.0
 
     def __post_init__(self) -> None:
+        number(self.handling_us, "handling_us")
         if self.cores is not None:
             number(self.cores, "cores", positive=True)
         number(self.backward_cores, "backward_cores", positive=True)

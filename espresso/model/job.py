@@ -140,6 +140,9 @@ class Job:
                 number(gap, f"tensor {tensor.name!r}: gap_us")
             number(self.forward_us, "forward_us")
             number(self.optimizer_us, "optimizer_us")
+            momentum = self.meta.get(MOMENTUM)
+            if momentum is not None and not number(momentum, f"meta.{MOMENTUM}") < 1:
+                raise JobError(f"meta.{MOMENTUM} must be below 1, got {momentum:g}")
         if (self.buckets is None) != (self.bucket_ready_us is None):
             raise JobError("buckets and bucket_ready_us go together: give both or neither")
         if (self.buckets is None) != (self.mode is Mode.PAPER):

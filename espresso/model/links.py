@@ -163,10 +163,10 @@ def routine_cost(routine: Routine, link: AlphaBeta, peers: int, total_bytes: flo
         return min(ring, tree, key=_alone)
     if routine in (Routine.REDUCE_SCATTER, Routine.ALLGATHER):
         is_ring = routine is Routine.ALLGATHER and node_ranks > 1
-        return link.cost(share * total_bytes, peers - 1, peers - 1 if is_ring else num_rounds(routine, peers - 1))
+        return link.cost(share * total_bytes, peers - 1, peers - 1 if is_ring else 1)
     if routine is Routine.ALL_TO_ALL:
         crossing = node_ranks * (peers - node_ranks) / peers if node_ranks > 1 else share
-        return link.cost(crossing * total_bytes, peers - 1, num_rounds(routine, peers - 1))
+        return link.cost(crossing * total_bytes, peers - 1, 1)
     return link.cost(total_bytes, depth)
 
 
@@ -323,16 +323,18 @@ def on_busiest_link(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
 def us_per_byte(curve: LinkCurve, cluster: Cluster) -> float:
     """What a byte more takes on the busiest link, by the two largest sizes."""
     (less, less_us), (most, most_us) = ((0.0, 0.0), *curve.alone)[-2:]
-    return (most_us - less_us) / (most - less) / on_busiest_link(curve, cluster)[1]
+    return max(most_us - less_us, 0.0) / (most - less) / on_busiest_link(curve, cluster)[1]
 
 
 AT_ONCE = (Routine.ALL_TO_ALL, Routine.REDUCE_SCATTER, Routine.ALLGATHER)
-"""Routines whose messages do not wait for one another."""
+"""Routines whose messages do not wait for one another, but for gathers of payloads that go round a ring."""
 
 
-def num_rounds(routine: Routine, messages: float) -> float:
+def num_rounds(curve: LinkCurve, cluster: Cluster) -> float:
     """How many of a routine's messages wait for one another."""
-    return 1 if routine in AT_ONCE else messages
+    is_gather = (curve.routine, curve.form) == (Routine.ALLGATHER, Form.PAYLOAD)
+    is_ring = is_gather and cluster.crosses_both(curve.scope)
+    return 1 if curve.routine in AT_ONCE and not is_ring else on_busiest_link(curve, cluster)[0]
 
 
 def fit_line(points: Sequence[tuple[float, float]], messages: float, factor: float) -> AlphaBeta:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from espresso.model.links import JobError
 from espresso.strategies import NONE, Choice, CompressorSpec, Strategy, TensorSpec
 from espresso.strategies.flow import SHARD_ALIGN
 
@@ -29,7 +30,13 @@ def create_compressor(spec: CompressorSpec) -> Compressor:
 @lru_cache(maxsize=1 << 16)
 def _layout_bytes(spec: CompressorSpec, numels: tuple[int, ...], dtype: str) -> int:
     from espresso.compressors.base import Segment
+    from espresso.compressors.payload import MAX_SEGMENT
 
+    if max(numels) >= MAX_SEGMENT:
+        raise JobError(
+            f"{max(numels)} elements would travel in one payload, which holds {MAX_SEGMENT - 1} at most:"
+            " ask for smaller buckets or partitions"
+        )
     segments, start = [], 0
     for numel in numels:
         segments.append(Segment("", start, numel))

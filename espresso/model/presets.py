@@ -153,7 +153,7 @@ def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) ->
     counts = [on_link(curve.routine, peers) for curve in mine]
     lines = [fit_line(curve.alone, *count) for curve, count in zip(mine, counts, strict=True)]
     each = [curve.latency_us / messages for curve, (messages, _) in zip(mine, counts, strict=True)]
-    rounds = [num_rounds(curve.routine, messages) for curve, (messages, _) in zip(mine, counts, strict=True)]
+    rounds = [num_rounds(curve, cluster) for curve in mine]
     return AlphaBeta(
         statistics.median(max(line.alpha_us - late, 0.0) for line, late in zip(lines, each, strict=True)),
         statistics.median(line.beta_us_per_kb for line in lines),

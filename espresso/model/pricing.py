@@ -25,6 +25,7 @@ from espresso.model.step_shapes import Hold, Shape, catalogue
 from espresso.strategies import (
     DTYPES,
     NONE,
+    RANK_DEVICES,
     Choice,
     Cluster,
     CompressorSpec,
@@ -154,9 +155,11 @@ class Pricer:
             density = self._density(shape, size) if to_servers else 1.0
             cost = self.costs.comm(step, self.cluster, num_bytes, density)
             return Work(shape, cost.occupancy_us, cores, num_bytes, cost.latency_us)
+        is_ours = not self._free and step.device in RANK_DEVICES
+        handling_us = self.costs.contention.handling_us if is_ours else 0.0
         is_copy = spec == NONE and step.kind is not StepKind.AGGREGATE  # priced at nothing, as in ``carrying``
         if self._free or step.device is None or is_copy:
-            return Work(shape, 0.0, cores, 0.0)
+            return Work(shape, handling_us, cores, 0.0)
         held = _after_path(elements, shape.before.path)
         if step.kind is StepKind.AGGREGATE:
             time = self.costs.sum_us(shape.before.multiplicity * self._bytes(shape.before, size))
@@ -170,7 +173,7 @@ class Pricer:
             time *= min(shape.sharers, self.costs.offload_ranks_per_pool)
         elif step.device is Device.SERVER:
             time, cores = self._on_servers(time, shape, self._density(shape, size))
-        return Work(shape, time, cores, 0.0)
+        return Work(shape, time + handling_us, cores, 0.0)
 
     def _moved(self, shape: Shape, size: SizeKey) -> float:
         """The routine's whole array S, as :meth:`CostModel.comm` counts it."""

@@ -227,7 +227,7 @@ def scaled(job: Job, *, compute: float = 1.0, compression: float = 1.0, link: fl
             costs,
             links=replace(links, inter=inter, curves=curves),
             compute=tuple(_slowed(cost, compression) for cost in costs.compute),
-            contention=replace(costs.contention, comm_cpu=busy),
+            contention=replace(costs.contention, comm_cpu=busy, handling_us=costs.contention.handling_us * compression),
         ),
     )
 
@@ -342,8 +342,7 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
             if name in busy:
                 busy[name] = costs.contention.comm_cpu[name] * longer
         if crosses and late_us is not None:
-            messages = on_busiest_link(curve, cluster)[0]
-            made = replace(made, latency_us=late_us * num_rounds(curve.routine, messages))
+            made = replace(made, latency_us=late_us * num_rounds(curve, cluster))
         curves.append(made)
     in_flight = links.in_flight
     if change.rtt_ms is not None and change.rtt_ms >= LONG_RTT_MS:

@@ -30,6 +30,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from espresso.comm.errors import EspressoError
 from espresso.live.config import Range
+from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.given import AUTO, StrategyLike
 from espresso.live.state import EspressoState
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
@@ -128,7 +129,7 @@ class CompressedAdam(AdaptiveOptimizer):
         # Where the job is only measured (``espresso profile``) a strategy that was given is not in use.
         if not self.exchange.decided and self.exchange.session.given.strategy is None:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
-        self._compressed: Strategy | None = self.exchange.strategy
+        self._compressed = self._strategy_of_exchange()
         self._num_steps, self._phase = 0, Phase.WARM_UP
         self._has_exchanged = False
         self._groups: dict[int, Group] = {}
@@ -140,6 +141,13 @@ class CompressedAdam(AdaptiveOptimizer):
     def is_compressing(self) -> bool:
         """Whether the warm-up is over."""
         return self._phase is not Phase.WARM_UP
+
+    def _strategy_of_exchange(self) -> Strategy | None:
+        """As it was given, and not as it is in this step: compressors may change later. None where espresso is off."""
+        if self.exchange.is_off:
+            return None
+        decider = self.exchange.session.decider
+        return decider.given if isinstance(decider, FixedPlanner) else decider.strategy
 
     # -- the two phases --------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ from espresso.search.relaxation import Relaxation
 
 ROUNDING = 1e-9
 """Sums round; the bound gives this much of itself away, so that it never exceeds the optimum by rounding."""
+CLOSE = 1e-4
+"""A bound this near the best strategy, as a fraction, is as good as equal."""
 BISECTIONS = 8
 FAR, NEAR = 4.0, 1.5
 """How far the next multiplier of a budget is from one that was a guess, and from one that an earlier ascent found."""
@@ -139,7 +141,6 @@ def certify(
     above: float,
     *,
     rounds: int = 600,
-    close: float = 1e-4,
     start: Reals | None = None,
     paid: tuple[float, ...] = (),
     fixed: bool = False,
@@ -149,7 +150,6 @@ def certify(
     Args:
         above: a makespan that some strategy reaches.
         rounds: most iterations.
-        close: good enough, as a fraction of ``above``.
         start: weights of an earlier certificate of the same units.
         paid: where to start with the budgets' multipliers.
         fixed: leave them there.
@@ -157,15 +157,15 @@ def certify(
     base, often = right_hand_sides(relaxation), nothing_noted(relaxation)
     weights = _first_weights(base) if start is None else start
     if fixed or not relaxation.has_budget:
-        return ascended(relaxation, base, weights, above, rounds, close, paid, often)
-    return _priced(relaxation, base, weights, above, rounds, close, paid or (0.0,) * len(relaxation.limits), often)
+        return ascended(relaxation, base, weights, above, rounds, paid, often)
+    return _priced(relaxation, base, weights, above, rounds, paid or (0.0,) * len(relaxation.limits), often)
 
 
 def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
     """A bound from the weights of a similar relaxation (of the same units): short steps, few of them."""
     reach = 0.3 * max(above - near.makespan_us, 1e-3 * above)
     base, often = right_hand_sides(relaxation), nothing_noted(relaxation)
-    return ascended(relaxation, base, near.weights, above, rounds, 1e-4, near.paid, often, reach)
+    return ascended(relaxation, base, near.weights, above, rounds, near.paid, often, reach)
 
 
 def polish(
@@ -179,7 +179,7 @@ def polish(
     weights, reach = _first_weights(base, relaxation.at), 0.0
     if start is not None:
         weights, reach = start.weights, 0.1 * max(above - start.makespan_us, 1e-3 * above)
-    found = ascended(relaxation, base, weights, above, rounds, 1e-4, near.paid, often, reach, PATIENT)
+    found = ascended(relaxation, base, weights, above, rounds, near.paid, often, reach, PATIENT)
     return found if found.makespan_us > near.makespan_us else near
 
 
@@ -201,11 +201,11 @@ def round_cost(relaxation: Relaxation) -> int:
 def last_alone(relaxation: Relaxation) -> float:
     """No strategy's makespan is below it: what is handed over last takes its shortest chain then.
 
-    That is one line alone, and an ascent that stays at backward's own can miss it.
+    That is one line alone, and an ascent that stays at backward's own can miss it. The last bucket may hold nothing.
     """
     at = int(np.searchsorted(relaxation.release_us, relaxation.backward_us))
     spans = set(zip(relaxation.first[at:].tolist(), relaxation.last[at:].tolist(), strict=True))
-    shortest = max(float(relaxation.rows[first:last, CHAIN].min()) for first, last in spans)
+    shortest = max((float(relaxation.rows[first:last, CHAIN].min()) for first, last in spans), default=0.0)
     return (relaxation.backward_us + shortest) * (1.0 - ROUNDING)
 
 
@@ -236,7 +236,6 @@ def ascended(
     start: Reals,
     above: float,
     rounds: int,
-    close: float,
     paid: tuple[float, ...],
     often: Often,
     reach: float = 0.0,
@@ -254,7 +253,7 @@ def ascended(
     best, taken = ascend(
         weights, base, relaxation.rows, np.ascontiguousarray(relaxation.rows[:, :COSTS].T),
         fees(relaxation, paid), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
-        relaxation.cores, relaxation.at, above, reach, rounds, close, patience, best_weights, support,
+        relaxation.cores, relaxation.at, above, reach, rounds, CLOSE, patience, best_weights, support,
         np.empty(units, dtype=np.int64), scratch, often,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
@@ -267,15 +266,14 @@ def _priced(
     start: Reals,
     above: float,
     rounds: int,
-    close: float,
     paid: tuple[float, ...],
     often: Often,
 ) -> Certificate:
     """As :func:`ascended`, and each budget's multiplier by bisection: more where the fractions overspend."""
-    best = ascended(relaxation, base, start, above, rounds, close, paid, often)
+    best = ascended(relaxation, base, start, above, rounds, paid, often)
     # Of two budgets the first is looked at again: what the second asks for spends less of it too.
     for which in (0,) if len(paid) == 1 else (0, 1, 0):
-        best = _bisected(relaxation, base, best, above, rounds, close, which, often)
+        best = _bisected(relaxation, base, best, above, rounds, which, often)
     return best
 
 
@@ -285,7 +283,6 @@ def _bisected(
     best: Certificate,
     above: float,
     rounds: int,
-    close: float,
     which: int,
     often: Often,
 ) -> Certificate:
@@ -307,10 +304,10 @@ def _bisected(
         else:
             price = (low + high) / 2 if low or apart == FAR else high / apart
         paid = (*best.paid[:which], price, *best.paid[which + 1 :])
-        tried = ascended(relaxation, base, best.weights, above, max(rounds // 4, 40), close, paid, often)
+        tried = ascended(relaxation, base, best.weights, above, max(rounds // 4, 40), paid, often)
         if tried.makespan_us > best.makespan_us:
             best = tried
-        if best.makespan_us >= above * (1 - close) or high - low < SETTLED * high:
+        if best.makespan_us >= above * (1 - CLOSE) or high - low < SETTLED * high:
             break
     return best
 

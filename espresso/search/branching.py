@@ -14,7 +14,16 @@ import numpy.typing as npt
 from espresso.model.arrays import Reals, Wholes
 from espresso.model.timeline_kernels import BURST_LANE
 from espresso.search.bound_kernels import CHAIN, COSTS, NUM_RESOURCES
-from espresso.search.bounds import Certificate, ascended, fees, nothing_noted, prices, right_hand_sides, round_cost
+from espresso.search.bounds import (
+    CLOSE,
+    Certificate,
+    ascended,
+    fees,
+    nothing_noted,
+    prices,
+    right_hand_sides,
+    round_cost,
+)
 from espresso.search.relaxation import Relaxation
 
 NODE_ROUNDS = 30
@@ -72,7 +81,7 @@ class Branching:
     @property
     def can_step(self) -> bool:
         """Whether another step can raise the bound."""
-        close = self._above * (1 - 1e-4)
+        close = self._above * (1 - CLOSE)
         return self.bound < close and (self._root is not None or self.bound < self._settled)
 
     def step(self) -> None:
@@ -109,8 +118,8 @@ class Branching:
         base = right_hand_sides(node, self._base)
         reach = 0.3 * max(self._above - bound, 1e-3 * self._above)
         self._often[1][self._giants] = 0  # their rows are others in each node
-        found = ascended(node, base, near.weights, self._above, rounds, 1e-4, near.paid, self._often, reach)
-        if found.makespan_us >= self._above * (1 - 1e-4):
+        found = ascended(node, base, near.weights, self._above, rounds, near.paid, self._often, reach)
+        if found.makespan_us >= self._above * (1 - CLOSE):
             self._settled = min(self._settled, max(bound, found.makespan_us))
             return
         sets, found = self._affordable(sets, found, node, base)

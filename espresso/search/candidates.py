@@ -77,13 +77,14 @@ def grouped(units: Iterable[Unit]) -> dict[tuple[Size, str], list[int]]:
 
 
 def units_of(job: Job, constraints: Constraints | None = None) -> tuple[Unit, ...]:
-    """One unit per tensor (paper) or per bucket (DDP), in the order in which they become ready.
+    """One unit per tensor (paper) or per bucket (DDP) that holds any, in the order in which they become ready.
 
     Under constraints one for each kind of tensors in a bucket. Small vectors that stay exact are no unit where others
     of their bucket are: they travel with them, or beside them, and cost next to nothing either way.
     """
     if constraints is None:
-        return tuple(unit_of(job, bucket, [slot.tensor for slot in bucket.slots]) for bucket in job.laid_out)
+        full = (bucket for bucket in job.laid_out if bucket.slots)
+        return tuple(unit_of(job, bucket, [slot.tensor for slot in bucket.slots]) for bucket in full)
     return _units_by(job, constraints, lambda name: "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from espresso.model.job import Job
 from espresso.search.budgets import residual_bytes
-from espresso.search.candidates import partition_sizes, units_for
+from espresso.search.candidates import units_for
 from espresso.search.evaluator import Evaluator
 from espresso.search.refine import certify_units
 from espresso.search.result import Ranked, SearchResult
@@ -22,13 +22,19 @@ MOST_LOOKED_AT = 16
 """Ranks whose residuals are laid out for that; the largest counts."""
 
 
-def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...] | None = None) -> SearchResult:
+def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]) -> SearchResult:
     """The result as its terms ask for: as exact as there is time for, of few kinds, certified as it is then.
 
     ``alternatives`` are then what may race, best first, none that is not below plain; ``chosen`` is the first of them.
+
+    Args:
+        sizes: of partitions, that were searched.
     """
     terms = space.terms
-    if terms.all_kinds and not terms.for_exactness and space.constraints is None:
+    # What an older strategy has ride takes of a budget of memory as well, which the search does not know.
+    choices = (choice for row in (result.chosen, *result.alternatives) for choice in row.strategy.choices.values())
+    fits = terms.residual_budget_mb is None or not any(map(is_rider, choices))
+    if terms.all_kinds and not terms.for_exactness and space.constraints is None and fits:
         if space.budgets is None:
             return result
         noted = tuple(_noted(space, row) for row in result.alternatives)
@@ -96,8 +102,10 @@ def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     )  # fmt: skip
 
 
-def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...] | None) -> float:
-    """Certified over the groups that a strategy has, without what rides in payloads of others."""
+def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...]) -> float:
+    """Certified over the groups that a strategy has, without what rides in payloads of others, at its own partition
+    size and those that were searched.
+    """
     strategy = row.strategy
     units = tuple(
         unit for unit in units_for(job, strategy, space.constraints)
@@ -105,7 +113,7 @@ def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...] | None
     )  # fmt: skip
     if not space.certified or not units or units == space.units(job):
         return math.inf  # what was certified already says it
-    tried = sizes or partition_sizes(units)
+    tried = tuple(dict.fromkeys((*sizes, strategy.partition_bytes)))
     evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)
     above = row.predicted_us - job.forward_us - job.optimizer_us
     found = certify_units(job, evaluator, space.every, tried, above, space.budgets)

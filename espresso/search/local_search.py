@@ -194,7 +194,7 @@ def _keep_to_budgets(relaxation: Relaxation, rounded: Wholes) -> bool:
 
 
 class LocalSearch:
-    """The kernels of :mod:`espresso.search.local_search_kernels` with one evaluator's arrays.
+    """The kernels of :mod:`espresso.search.local_search_kernels` with one evaluator's arrays, for one strategy.
 
     Attributes:
         spent: events simulated so far.
@@ -209,33 +209,34 @@ class LocalSearch:
             led.spends, evaluator.candidates.kinds(None if led.ledger is None else led.ledger.kinds_of),
             led.limits * (1 + 1e-12),
         )  # fmt: skip
+        self._paid = np.full(len(led.lists), np.inf)
         self.spent = 0
 
-    def sweep(self, strategy: Wholes, time: float, paid: Reals, effort: int) -> float:
+    def sweep(self, strategy: Wholes, time: float, effort: int) -> float:
         """Single units, in the order of release; ``strategy`` is changed. Large jobs are left alone."""
         if len(strategy) > MOST_SWEPT_UNITS:
             return time
         led = self._led
         time, events = sweep(
             self._general, self._origin, self._cursor, self._scratch, strategy, time, led.lists, led.price,
-            paid, self._losses, effort, self._job,
+            self._paid, self._losses, effort, self._job,
         )  # fmt: skip
         self.spent += int(events)
         return float(time)
 
-    def descend(self, strategy: Wholes, time: float, paid: Reals, effort: int, *, rounds: int = 4) -> float:
+    def descend(self, strategy: Wholes, time: float, effort: int, *, rounds: int = 4) -> float:
         """Blocks and sweeps until nothing improves or the effort is spent; ``strategy`` is changed."""
         led = self._led
         end = self.spent + effort
         for _ in range(rounds):
             before = time
             time, events = blocks(
-                self._general, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+                self._general, self._origin, self._scratch, strategy, time, led.lists, led.price, self._paid,
                 led.members, led.starts, PATTERNS, self._losses, end - self.spent, self._job,
             )  # fmt: skip
             self.spent += int(events)
             if self.spent < end:
-                time = self.sweep(strategy, time, paid, end - self.spent)
+                time = self.sweep(strategy, time, end - self.spent)
             if time >= before * (1 - 1e-5) or self.spent >= end:
                 break
         return float(time)

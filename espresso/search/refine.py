@@ -16,7 +16,7 @@ from espresso.model.arrays import Wholes
 from espresso.model.job import Job
 from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import CHAIN
-from espresso.search.bounds import Certificate, ascend_from, certify, last_alone, polish, polish_cost
+from espresso.search.bounds import CLOSE, Certificate, ascend_from, certify, last_alone, polish, polish_cost
 from espresso.search.branching import Branching, branch
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
@@ -34,8 +34,6 @@ MOST_ROUNDS = 2000
 """Of a patient ascent; most are over before."""
 FEWEST_ROUNDS = 500
 """With fewer the states' lines gain nothing: they take some hundreds to grow."""
-CLOSE = 1e-4
-"""A bound this near the best strategy, as a fraction, is as good as equal."""
 
 
 @dataclass(frozen=True)
@@ -339,15 +337,14 @@ def _further(row: _Size, times: float, part: float, effort: Effort) -> _Size:
 def _sweep(row: _Size, effort: int) -> int:
     """Improve by single units; returns the events that it took."""
     search = LocalSearch(row.evaluator, row.led)
-    row.makespan_us = search.sweep(row.strategy, row.makespan_us, np.full(len(row.strategy), np.inf), effort)
+    row.makespan_us = search.sweep(row.strategy, row.makespan_us, effort)
     return search.spent
 
 
 def _descend(row: _Size, effort: int, rounds: int) -> int:
     """Improve by blocks and single units; returns the events that it took."""
     search = LocalSearch(row.evaluator, row.led)
-    paid = np.full(len(row.strategy), np.inf)
-    row.makespan_us = search.descend(row.strategy, row.makespan_us, paid, effort, rounds=rounds)
+    row.makespan_us = search.descend(row.strategy, row.makespan_us, effort, rounds=rounds)
     return search.spent
 
 

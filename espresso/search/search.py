@@ -127,7 +127,7 @@ def search(
     for number, one in enumerate(own):
         results.append(_search_buckets(one, space, effort, partitions, _part_of(progress, number, len(own))))
     result = _with_caps(results, (None, *caps)) if caps else results[0]
-    result = settled(result.chosen.job, space, result)
+    result = settled(result.chosen.job, space, result, _sizes(space.units(result.chosen.job), partitions))
     kinds = {tensor.name: space.terms.constraints.kind_of(tensor) for tensor in job.tensors}
     chosen = {c.compressor for name, c in result.strategy.choices.items() if kinds[name] == FREE}
     if certified and FP16 in chosen.difference(space.specs):
@@ -157,11 +157,7 @@ def advised_bucket_cap(
     result: SearchResult,
     caps: Sequence[float],
 ) -> CapRow | None:
-    """A bucket size of DDP that gains 2 % over the job's own; or, where compressing clearly pays in whichever, the one
-    with the fewest buckets of those within 2 % of the best.
-
-    A bucket costs processors more than its compression and its exchange, which is all that the timeline knows: on hosts
-    of one core one, two and three of them take 3.5, 4.4 and 4.8 ms a step, and are predicted to take 3.7, 3.8 and 3.9.
+    """A bucket size of DDP that gains 2 % over the job's own.
 
     Like is compared with like: buckets are handed over with their last gradient, and one search, without improvement
     and terms, sees them all.
@@ -177,14 +173,8 @@ def advised_bucket_cap(
         return None
     own = found_in(in_buckets(job, job.laid_out), None)
     own = replace(own, predicted_us=min(own.predicted_us, result.predicted_us))
-    best = min([own, *rows], key=lambda row: row.predicted_us)
-    near = [row for row in [own, *rows] if row.predicted_us <= NEAR * best.predicted_us]
-    plain_us = min(row.uncompressed_us for row in [own, *rows])
-    if result.strategy.compresses and NEAR**2 * best.predicted_us <= plain_us:
-        best = min(near, key=lambda row: (row.num_buckets, row is not own, row.predicted_us))
-    elif own in near:
-        best = own
-    return None if best is own else best
+    best = min(rows, key=lambda row: row.predicted_us)
+    return best if NEAR * best.predicted_us < own.predicted_us else None
 
 
 @_collector_waits()
@@ -298,7 +288,7 @@ def _search_buckets(
             effort = effort.patient
     if not space.certified:
         effort = effort.without_certificate
-    sizes = tuple(partitions) if partitions is not None else partition_sizes(units)
+    sizes = _sizes(units, partitions)
     found: list[_Found] = []
     baselines: dict[str, float] = {}
     capped = False
@@ -343,6 +333,11 @@ def _search_buckets(
                 bound = min([bound, *(_certified(job, space, row.evaluator, sizes, bound) for row in mixed)])
     plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _sizes(units: Sequence[Unit], partitions: Sequence[int] | None) -> tuple[int, ...]:
+    """The partition sizes that are searched: as given, or a few that fit the units."""
+    return partition_sizes(units) if partitions is None else tuple(partitions)
 
 
 def _merged_too(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:

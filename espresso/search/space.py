@@ -99,7 +99,7 @@ def space_of(
     if sensitivity is None and asked:
         sensitivity = normal_sensitivity(known, momentum=job.meta.get(MOMENTUM))
     elif sensitivity is not None:
-        known = tuple(spec for spec in known if spec in specs or sensitivity.knows(spec))
+        known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec))
     ledger = Ledger(
         job.tensors, job.cluster, known, sensitivity, terms.budgets,
         storage=terms.residual_dtype, transactional=terms.transactional,

@@ -45,14 +45,13 @@ def move_together(
         return makespan_us, 0
     lists = _offered(evaluator, led, leaves, few, max(each for _, each in groups))
     search = LocalSearch(evaluator, led)
-    paid = np.full(len(strategy), np.inf)
     before = np.inf
     while makespan_us < before * (1 - 1e-5) and search.spent < effort:
         before = makespan_us
         for some, each in groups:
             mine = np.ascontiguousarray(lists[some, :each])
             makespan_us = search.together(strategy, makespan_us, few[some], mine, effort - search.spent)
-        makespan_us = search.sweep(strategy, makespan_us, paid, effort - search.spent)
+        makespan_us = search.sweep(strategy, makespan_us, effort - search.spent)
     return makespan_us, search.spent
 
 

@@ -110,14 +110,19 @@ def combinations(
     ]
 
 
-def predict(job: Job, specs: Sequence[CompressorSpec], change: Change) -> Prediction:
-    """Search the job under other conditions; one that was measured on a live run as automatic mode does.
+def predict(job: Job, specs: Sequence[CompressorSpec], change: Change, *, all_kinds: bool = False) -> Prediction:
+    """Search the job under other conditions, as ``espresso search`` does: what was measured on a live run as automatic
+    mode does, others for few kinds.
+
+    Args:
+        all_kinds: the fastest strategy, with however many kinds of choices.
 
     Raises:
         RangeError, JobError: see :func:`espresso.model.what_if.changed`.
     """
     other = changed(job, change)
-    terms = Terms.of(job.meta) or Terms()
+    terms = Terms.of(job.meta) or Terms(all_kinds=False)
+    terms = replace(terms, all_kinds=terms.all_kinds or all_kinds)
     result = search(other, specs, partitions=terms.partitions, terms=terms)
     known = other.cluster.num_nodes > 1
     return Prediction(
@@ -164,7 +169,8 @@ def stops_paying(
     def pays(gbit: float) -> bool:
         if tell is not None:
             tell(f"does compression pay at {gbit:.3g} Gb/s?")
-        return predict(job, specs, replace(change, inter_gbit=gbit)).pays
+        # (What few kinds may take is as much as a gain that counts, and is not always taken.)
+        return predict(job, specs, replace(change, inter_gbit=gbit), all_kinds=True).pays
 
     # (A thousandth inside, so that rounding does not leave the range.)
     low, high = least * 1.001, most / 1.001

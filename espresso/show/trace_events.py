@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from espresso.flight.form import TRACE
 from espresso.show.lane_events import LaneEvent, sorted_lanes
 from espresso.strategies.fields import save
 
@@ -58,7 +59,12 @@ def trace_body(
             intervals += [_interval(event, pid, tid) for event in members]
     # Longer first at equal starts: viewers nest an event in the one before it.
     intervals.sort(key=lambda event: (event["ts"], -event["dur"]))
-    return {"traceEvents": names + intervals, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+    return _body(names + intervals, metadata or {})
+
+
+def _body(events: list[dict[str, Any]], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The head comes first: who looks for ranks' traces in a folder reads no further."""
+    return {"otherData": {"kind": TRACE, **metadata}, "displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _rows(events: Sequence[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
@@ -93,11 +99,7 @@ def write_history(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for row, end, until in zip(rows, ends, [*ends[1:], *ends[-1:]], strict=True):
         span("events", f"{row['event']}: {row['reason']}", row["at_us"], end, row)
         span("in use", row["strategy"], end, until, row)
-    save(
-        path,
-        {"traceEvents": _metadata(1, "espresso decides", list(lanes)) + spans, "displayTimeUnit": "ms"},
-        indent=None,
-    )
+    save(path, _body(_metadata(1, "espresso decides", list(lanes)) + spans, {}), indent=None)
 
 
 def _measured_processes(events: Iterable[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
