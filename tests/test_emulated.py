@@ -98,6 +98,35 @@ def test_a_rested_card_lets_little_through_at_once(rate: str, burst_ms: float) -
     assert 0.8 * burst_ms < 1e3 * options["burst"] / options["rate"] < burst_ms
 
 
+SEND = (
+    "import socket, sys; far = socket.create_connection((sys.argv[1], 5005))\nwhile True: far.sendall(bytes(1 << 20))"
+)
+TAKE = (
+    "import socket; s = socket.create_server(('0.0.0.0', 5005)); print('', flush=True); near, _ = s.accept()\n"
+    "while near.recv(1 << 20): pass"
+)
+
+
+@needs_namespaces
+def test_a_connection_that_is_open_takes_the_rate_that_the_network_changes_to() -> None:
+    with open_network(2, "1gbit") as network:
+        first, second = network.hosts
+        with subprocess.Popen(second.command([sys.executable, "-c", TAKE]), stdout=subprocess.PIPE) as takes:
+            assert takes.stdout is not None
+            takes.stdout.readline()
+            with subprocess.Popen(first.command([sys.executable, "-c", SEND, second.address])) as sends:
+                try:
+                    for rate, least_bps in (("1gbit", 0.5e9), ("100mbit", 0.08e9)):
+                        network.change(rate=rate)
+                        time.sleep(0.3)
+                        before = first.tx_bytes()
+                        time.sleep(0.5)
+                        assert 16 * (first.tx_bytes() - before) > least_bps
+                finally:
+                    sends.kill()
+                    takes.kill()
+
+
 @pytest.mark.parametrize(
     ("limit", "carried", "best", "times"),
     [(100, [99], 99, 1), (100, [50, 95, 96], 95, 2), (100, [60, 70, 65, 99], 70, 3), (None, [5, 6], 5, 1)],

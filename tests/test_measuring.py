@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from espresso.comm.errors import EspressoError
-from espresso.comm.execute.handling import Handling
+from espresso.comm.execute import host
 from espresso.comm.groups import Groups
 from espresso.flight.processors import Delays
 from espresso.live import beside as live_beside
@@ -33,9 +33,8 @@ from espresso.live.heap import keep_freed_memory
 from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import Place, measure_links
 from espresso.live.remeasure import Remeasured
-from espresso.model.costs import Contention
 from espresso.model.links import LinkCurve, Links, interpolate
-from espresso.strategies import Choice, CompressorSpec, Device, Form, Routine, Scope, parse_option
+from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 from tests.timeline_jobs import compute, make_job
 from tests.workers import run_ranks
 
@@ -357,37 +356,32 @@ def test_what_an_exchange_takes_is_what_computations_beside_it_lose():
         assert idle < 0.3
 
 
-def handled(rank: int) -> tuple[float, float, str]:
-    """What handing over takes in microseconds, what more than that it takes, and the error where one rank is alone."""
-    mine = os.sched_getaffinity(0)
+def handled(rank: int) -> tuple[float, float]:
+    """What handing over takes in microseconds, and where each of the three tasks of a bucket computes for 1 ms more."""
+    mine, run = os.sched_getaffinity(0), host._run
     os.sched_setaffinity(0, {min(mine)})
     groups, codecs = Groups(timeout_s=20), HostCodecs(1)
+
+    def longer(work: Any) -> Any:
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+        return run(work)
+
     try:
-        costs = replace(make_job([64], [0]).costs, contention=Contention(0.5))
-        found = [live_beside.measure_handling(groups, codecs, costs) for _ in range(3)]
-        known = replace(costs, contention=replace(costs.contention, handling_us=min(found)))
-        more = min(live_beside.measure_handling(groups, codecs, known) for _ in range(3))
-        said = ""
-        if rank == 0:
-            choice = Choice(parse_option("comp > flat.allgather > dec"))
-            with Handling(groups, codecs, choice, num_buckets=2, numel=8, patience_s=0.2) as alone:
-                try:
-                    alone()
-                except EspressoError as error:
-                    said = str(error)
-        groups.barrier()
-        return min(found), more, said
+        usual = min(live_beside.measure_handling(groups, codecs) for _ in range(3))
+        with patch.object(host, "_run", longer):
+            return usual, live_beside.measure_handling(groups, codecs)
     finally:
         groups.close()
         os.sched_setaffinity(0, mine)
 
 
-def test_what_carrying_a_plan_out_takes_beside_computations_is_found_once():
+def test_what_carrying_a_plan_out_takes_is_what_computations_beside_it_lose():
     for outcome in run_ranks(handled, 2):
-        found_us, more_us, said = outcome.value
-        assert 10 < found_us < 3000
-        assert more_us < 0.8 * found_us
-        assert outcome.rank or "not carried out within 0.2 s" in said
+        usual_us, longer_us = outcome.value
+        assert 10 < usual_us < 1500
+        assert 1000 < longer_us - usual_us < 2500  # three tasks for two that compress
 
 
 def forgotten(rank: int) -> list[str]:

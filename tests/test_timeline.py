@@ -158,6 +158,10 @@ def test_handing_over_adds_to_what_a_rank_compresses_and_decompresses():
             before, after = (run(job, uniform(job, choice)).makespan_us for job in (usual, longer))
             assert after - before == pytest.approx(7.0 * tasks), (option, spec)
     assert run(longer, uniform(longer)).makespan_us == run(usual, uniform(usual)).makespan_us
+    # Of a core, however many the pool's encoders take.
+    wide = make_job([1000], [0], contention=Contention(8.0, 1.0, 4.0, handling_us=7.0))
+    demands = [(work.us, work.cores) for work in run(wide, uniform(wide, HOST_GATHER)).works if work.cores]
+    assert demands == [(17.0, pytest.approx(47 / 17)), (27.0, pytest.approx(87 / 27))]
 
 
 def test_two_workers_on_one_core_have_half_each():

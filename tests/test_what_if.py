@@ -10,7 +10,7 @@ from espresso.cli import app
 from espresso.live.observer import Observation, combine, hosts_of, profile_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
 from espresso.model.job import MOMENTUM, SENSITIVITY, Host, Job, Profile
-from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, routine_cost
+from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, num_rounds, routine_cost
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.model.probe import Probe
 from espresso.model.timeline import simulate
@@ -61,16 +61,11 @@ def measured_job(nodes: int = 2, gbit: float = 1.0, cores: float = 1.0, rtt_ms: 
     """
     line = AlphaBeta(40.0, 8.0 / (gbit * 0.95))
     cluster = Cluster(nodes, 1)
-    curves = tuple(
-        LinkCurve(
-            routine,
-            Scope.FLAT,
-            form,
-            tuple((size, _ring_us(routine, line, nodes, size)) for size in SIZES),
-            latency_us=500.0 * rtt_ms,
-        )
+    alone = [
+        LinkCurve(routine, Scope.FLAT, form, tuple((size, _ring_us(routine, line, nodes, size)) for size in SIZES))
         for routine, form in ROUTINES
-    )
+    ]
+    curves = tuple(replace(curve, latency_us=500.0 * rtt_ms * num_rounds(curve, cluster)) for curve in alone)
     compute = tuple(
         ComputeCost(name, Device.TRAINING, op, ((0.0, 0.0), (1e6, us / cores)), launch_us=20.0 / cores)
         for name, op, us in (("efsignsgd", Op.ENCODE, 300.0), ("efsignsgd", Op.DECODE, 150.0))
@@ -115,9 +110,10 @@ def test_another_rate_is_what_would_be_measured_there(gbit):
     assert predicted == pytest.approx(plain_us(measured_job(gbit=gbit)), rel=0.02)
 
 
-def test_more_machines_are_what_would_be_measured_there():
-    predicted = plain_us(changed(measured_job(), Change(num_nodes=4)))
-    assert predicted == pytest.approx(plain_us(measured_job(nodes=4)), rel=0.02)
+@pytest.mark.parametrize("rtt_ms", [0.0, 40.0])
+def test_more_machines_are_what_would_be_measured_there(rtt_ms):
+    predicted = plain_us(changed(measured_job(rtt_ms=rtt_ms), Change(num_nodes=4)))
+    assert predicted == pytest.approx(plain_us(measured_job(nodes=4, rtt_ms=rtt_ms)), rel=0.02)
 
 
 def test_a_core_that_is_busy_bounds_the_rate():

@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from benchmarks.emulated.wide_area import OFFLOAD_FROM_BPS, Distance, open_devic
 
 log = logging.getLogger("espresso.emulated")
 
-#: What a rested card lets through at once: so long at its rate (the same part of a step at any rate), and within these.
+#: What a rested card lets through at once: so long at its first rate, and within these.
 BURST_MS, MIN_BURST_BYTES, MAX_BURST_BYTES = 1, 16 * 1024, 128 * 1024
 #: How long a packet may wait in the token bucket's queue before the queue counts as full.
 QUEUE_LATENCY_MS = 50
@@ -150,7 +150,7 @@ def why_not_permitted() -> str | None:
         with _owned(probe.removesuffix("-host0")):
             _run("ip", "netns", "add", probe)
             _add_veth(probe, "eth0", probe, "eth1")
-            _limit(probe, "eth0", 10**9)
+            _limit(probe, "eth0", 10**9, MAX_BURST_BYTES)
     except CommandError as error:
         return str(error)
     return None
@@ -193,10 +193,15 @@ def open_network(
             _run("ip", "netns", "add", str(host.namespace))
         if distance is None:
             _connect(hosts, f"{prefix}-switch")
+            # Also where rates change: connections that are open make packets as long as they did, and longer ones than
+            # a bucket are lost.
+            bursts = [min(max(bps * BURST_MS // 8000, MIN_BURST_BYTES), MAX_BURST_BYTES) for bps in limits]
+            for host, burst_bytes in zip(hosts, bursts, strict=True):
+                _shorten(str(host.namespace), host.interface, burst_bytes)
 
             def limit() -> None:
-                for host, bps in zip(hosts, limits, strict=True):
-                    _limit(str(host.namespace), host.interface, bps)
+                for host, bps, burst_bytes in zip(hosts, limits, bursts, strict=True):
+                    _limit(str(host.namespace), host.interface, bps, burst_bytes)
 
             limit()
             log.info("%d hosts, each limited to %s", num_hosts, format_rate(rate_bps))
@@ -253,10 +258,13 @@ def _add_veth(namespace: str, name: str, peer_namespace: str, peer_name: str) ->
     _run("ip", "link", "add", name, *end, "type", "veth", "peer", *peer)
 
 
-def _limit(namespace: str, interface: str, rate_bps: int) -> None:
-    burst_bytes = min(max(rate_bps * BURST_MS // 8000, MIN_BURST_BYTES), MAX_BURST_BYTES)
-    # A packet longer than the bucket is cut up by the kernel, at half a core's cost for 400 Mb/s: none is made so long.
-    _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(min(burst_bytes * 9 // 10, 65536)))
+def _shorten(namespace: str, interface: str, burst_bytes: int) -> None:
+    """Have no packet longer than the bucket: the kernel cuts those up, at half a core's cost for 400 Mb/s."""
+    with suppress(CommandError):
+        _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(min(burst_bytes * 9 // 10, 65536)))
+
+
+def _limit(namespace: str, interface: str, rate_bps: int, burst_bytes: int) -> None:
     bucket = ("tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b", "latency", f"{QUEUE_LATENCY_MS}ms")
     _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *bucket)
 

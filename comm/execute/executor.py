@@ -494,6 +494,7 @@ class Executor:
             with suppress(EspressoError):  # a payload that was malformed is of no use to anybody now
                 self._settle(unjudged)
         iteration = self._iteration
+        threads = self.lanes.close()  # first: a lane that completes a future in this moment has not failed
         if iteration is not None:
             closed = EspressoError("espresso was closed during a backward pass")
             fail_open(list(iteration.futures.values()), closed)
@@ -501,7 +502,6 @@ class Executor:
                 self._groups.witness.tell(str(closed))
         if self._servers is not None:
             self._servers.close()
-        threads = self.lanes.close()
         # A daemon thread that comes back from a library call while the interpreter ends aborts the process: what
         # nobody will answer any more ends here.
         # Not before the others were told: of a connection that closes they see only whose it was.

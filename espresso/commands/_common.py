@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,7 +288,7 @@ def draw(path: Path | None, write: Callable[..., object], *what: object) -> None
 
 def next_step(job: Path) -> str:
     """What to do with a job, as a command: whatever it was measured with, there are costs for that."""
-    return f"next: espresso search {job} --compressor {AUTO} -o strategy.json"
+    return f"next: espresso search {shlex.quote(str(job))} --compressor {AUTO} -o strategy.json"
 
 
 def check_output(path: Path | None, *endings: str) -> None:

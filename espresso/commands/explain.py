@@ -25,6 +25,8 @@ def explain(
                 "num_nodes": loaded.cluster.num_nodes,
                 "ranks_per_node": loaded.cluster.ranks_per_node,
                 "partition_bytes": loaded.partition_bytes,
+                "bucket_cap_mb": loaded.bucket_cap_mb,
+                "momentum": loaded.momentum,
                 "num_tensors": len(loaded.tensors),
                 "num_compressed": len(compressed(loaded)),
                 "num_offloaded": len(offloaded(loaded)),
@@ -40,6 +42,10 @@ def explain(
         f"{len(loaded.tensors)} tensors on {loaded.cluster}: {len(compressed(loaded))} compressed,"
         f" {len(offloaded(loaded))} on the offload pool; {cut}"
     )
+    if loaded.bucket_cap_mb is not None:
+        console.print(f"DDP's buckets are to hold up to {loaded.bucket_cap_mb:g} MB")
+    if loaded.momentum is not None:
+        console.print(f"feedback gains go by a momentum of {loaded.momentum:g}")
     for key, value in loaded.notes.items():
         if isinstance(value, dict):
             continue  # the terms it was searched under are for programs

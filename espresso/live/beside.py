@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,15 +14,12 @@ from espresso.comm.execute.handling import Handling
 from espresso.comm.groups import Groups
 from espresso.comm.memory import Codecs
 from espresso.live.machine import cores_per_rank
-from espresso.model.costs import CostModel
-from espresso.model.pricing import Pricer, price_plan
-from espresso.strategies import NONE, Choice, parse_option
 
 _NUMBERS = 1 << 18
 """Of one piece of work: a MB in and out, as gradients are read and written; about 0.1 ms."""
 
-_BUCKETS, _FEW, _PASSES, _TIMES = 4, 1024, 8, 3
-"""Of the plan that is carried out, the elements of a bucket, how often at a time, and how many times; 0.3 s in all."""
+_BUCKETS, _PASSES, _TIMES = 4, 8, 3
+"""Of the plan that is carried out, how often at a time, and how many times; 0.3 s in all."""
 
 _FREE_S = 0.025
 """So long threads compute before and after an exchange, with nothing beside them."""
@@ -38,14 +36,19 @@ class Computing:
     def __init__(self, groups: Groups) -> None:
         self._groups, self._cores = groups, cores_per_rank(groups)
 
-    def taken_us(self, run: Callable[[], None]) -> float:
-        """Microseconds of a core that ``run`` takes; what half of the ranks lose, the same on all. Collective."""
+    def taken_us(self, run: Callable[[], None], most: float = math.inf) -> float:
+        """Microseconds of a core that ``run`` takes; what half of the ranks lose, the same on all. Collective.
+
+        Args:
+            most: cores that it can take.
+        """
         self._groups.barrier()
         before, _ = self._rate(_rest)
         self._groups.barrier()
         beside, lasted_us = self._rate(run)
         after, _ = self._rate(_rest)
-        taken_us: float = median(self._groups.all_objects(self._cores * lost(before, beside, after) * lasted_us))
+        cores = min(self._cores * lost(before, beside, after), most)
+        taken_us: float = median(self._groups.all_objects(cores * lasted_us))
         return taken_us
 
     def _rate(self, run: Callable[[], None]) -> tuple[float, float]:
@@ -74,28 +77,22 @@ class Computing:
         return sum(done) / lasted_us, lasted_us
 
 
-def measure_handling(groups: Groups, codecs: Codecs, costs: CostModel) -> float:
+def measure_handling(groups: Groups, codecs: Codecs) -> float:
     """What carrying out a compression takes of a core besides what is priced: ``Contention.handling_us``. Collective.
 
-    By a plan of buckets with next to nothing in them, copied for compressed, which threads carry out as in a step while
-    others compute.
+    By a plan of small buckets that threads carry out as in a step, while others compute; where that is too much noise
+    (its threads, and those that compute, wait for the interpreter), no more than all the time of a core.
     """
-    if groups.cluster.num_ranks == 1:
-        return 0.0
-    choice = Choice(parse_option("comp > flat.allgather > dec"), NONE)
-    made = Handling(groups, codecs, choice, num_buckets=_BUCKETS, numel=_FEW, patience_s=groups.timeout_s)
+    computing = Computing(groups)
+    with Handling(codecs, _BUCKETS) as handled:
 
-    def passes() -> None:
-        for _ in range(_PASSES):
-            made()
+        def passes() -> None:
+            for _ in range(_PASSES):
+                handled()
 
-    with made:
-        made()
-        computing = Computing(groups)
-        taken_us = median(computing.taken_us(passes) for _ in range(_TIMES)) / _PASSES
-    works = price_plan(made.plan, Pricer(costs, groups.cluster))
-    num_ours = sum(work.shape.step.device is not None for work in works)
-    return max(taken_us - sum(work.us * work.cores for work in works), 0.0) / num_ours
+        handled()
+        taken_us = median(computing.taken_us(passes, most=1.0) for _ in range(_TIMES))
+    return taken_us / _PASSES / handled.num_tasks
 
 
 def lost(before: float, beside: float, after: float) -> float:

@@ -7,6 +7,7 @@ import platform
 import socket
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,16 +15,23 @@ import torch
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import boot_id
 
+_known: WeakKeyDictionary[Groups, float] = WeakKeyDictionary()
+
 
 def cores_per_rank(groups: Groups) -> float:
-    """Cores this rank may count as its own: each core it may use, shared with the other ranks there."""
-    mine = (socket.gethostname(), boot_id(), tuple(sorted(os.sched_getaffinity(0))))
-    everybody = groups.all_objects(mine)
-    shares = []
-    for host, boot, cores in everybody:
-        users = [set(c) for h, b, c in everybody if (h, b) == (host, boot)]
-        shares.append(sum(1.0 / sum(core in user for user in users) for core in cores))
-    return min(shares)
+    """Cores this rank may count as its own: each core it may use, shared with the other ranks there.
+
+    Collective the first time, with the jobs beside this one.
+    """
+    if groups not in _known:
+        mine = (socket.gethostname(), boot_id(), tuple(sorted(os.sched_getaffinity(0))))
+        everybody = groups.everywhere(mine)
+        shares = []
+        for host, boot, cores in everybody:
+            users = [set(c) for h, b, c in everybody if (h, b) == (host, boot)]
+            shares.append(sum(1.0 / sum(core in user for user in users) for core in cores))
+        _known[groups] = min(shares)
+    return _known[groups]
 
 
 def machine_facts() -> dict[str, Any]:

@@ -279,11 +279,9 @@ class OnlineSearch:
         contention = runtime.contention(Contention(cores, backward, pool, {**taken, **burnt}))
         links = replace(links, curves=links.curves + pushes)
         copies = runtime.copy_cost(self._groups)
-        costs = CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
         if contention.cores is not None:
-            handling_us = measure_handling(self._groups, self._codecs, costs)
-            costs = replace(costs, contention=replace(contention, handling_us=handling_us))
-        return costs
+            contention = replace(contention, handling_us=measure_handling(self._groups, self._codecs))
+        return CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
 
     def _wanted(self) -> tuple[CompressorSpec, ...]:
         """Those to measure: in force, or forced, or what packs residuals; of several none that would send every tensor

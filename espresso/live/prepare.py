@@ -74,6 +74,8 @@ class Kernels:
                 if more is not None:
                     more(self._specs, self._dtypes)
             self._groups.barrier(patient=True)
+            if self._groups.beside is not None:  # the host's first may be another shard's
+                self._groups.beside.barrier(patient=True)
 
     def begin(self) -> bool:
         """Have them if they are on disk everywhere; else begin to compile them, and return False."""

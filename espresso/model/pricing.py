@@ -157,9 +157,9 @@ class Pricer:
             return Work(shape, cost.occupancy_us, cores, num_bytes, cost.latency_us)
         is_ours = not self._free and step.device in RANK_DEVICES
         handling_us = self.costs.contention.handling_us if is_ours else 0.0
-        is_copy = spec == NONE and step.kind is not StepKind.AGGREGATE  # priced at nothing, as in ``carrying``
+        is_copy = spec == NONE and step.kind is not StepKind.AGGREGATE  # priced at nothing more, as in ``carrying``
         if self._free or step.device is None or is_copy:
-            return Work(shape, handling_us, cores, 0.0)
+            return Work(shape, handling_us, min(cores, 1.0), 0.0)
         held = _after_path(elements, shape.before.path)
         if step.kind is StepKind.AGGREGATE:
             time = self.costs.sum_us(shape.before.multiplicity * self._bytes(shape.before, size))
@@ -171,6 +171,7 @@ class Pricer:
             time = self.costs.decode_us(spec, step.device, held, shape.before.multiplicity)
         if step.device is Device.OFFLOAD:
             time *= min(shape.sharers, self.costs.offload_ranks_per_pool)
+            cores = (time * cores + handling_us) / (time + handling_us) if handling_us else cores
         elif step.device is Device.SERVER:
             time, cores = self._on_servers(time, shape, self._density(shape, size))
         return Work(shape, time + handling_us, cores, 0.0)

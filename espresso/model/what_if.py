@@ -392,7 +392,8 @@ def _carried(
         extra = extra if exact else min(extra, work)
         rest = max((rest - extra) * ratio + extra, min(work, rest))
         points.append((num_bytes, overhead * messages / old_messages + rest * share / old_share))
-    return replace(curve, points=tuple(points))
+    rounds = num_rounds(curve, new) / num_rounds(curve, old)
+    return replace(curve, points=tuple(points), latency_us=curve.latency_us * rounds)
 
 
 def _share_of_time(before: LinkCurve, after: LinkCurve, old: Cluster, new: Cluster) -> float:
