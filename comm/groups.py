@@ -81,6 +81,9 @@ class Groups:
             in a job like this one. None where every rank holds all of the model.
         before: the process group that this rank meets next; if a rank is off here, those hear of it there.
 
+    Attributes:
+        cores: that a rank may count as its own, once they were counted.
+
     Raises:
         TopologyError: ``ranks_per_node`` does not divide the number of ranks; or the process group has no backend for
             the device that the model is on.
@@ -115,6 +118,7 @@ class Groups:
         self._pairs: Any = None
         self.rank = self._ranks.index(dist.get_rank())
         self.beside = beside
+        self.cores: float | None = None
         self.timeout_s = timeout_s
         self.host_copies = host_copies
         self.alarm = Alarm(self.rank)

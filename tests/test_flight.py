@@ -631,7 +631,7 @@ def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pyt
 
 def recorder_of_one_rank() -> Recorder:
     groups: Any = SimpleNamespace(
-        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False, from_rank_0=str,
+        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, cores=1.0, host_copies=False, from_rank_0=str,
         all_objects=lambda mine: [mine],
     )  # fmt: skip
     return Recorder(groups)

@@ -41,7 +41,7 @@ class Handling:
         laid = plan(strategy, self._buckets)
         self.num_tasks = sum(task.step.device is not None for task in laid.tasks)
         self._assignment = Assignment(strategy, laid.order, self._buckets)
-        self._buffers = [torch.zeros(NUMEL, device="cpu") for _ in tensors]
+        self._buffers = [torch.zeros(NUMEL, dtype=torch.float32, device="cpu") for _ in tensors]
         self._programs = Programs(Context(alone, 0, {Scope.FLAT: Member(None, (0,), 0)}, codecs, ResidualStore()))
         self._done = threading.Semaphore(0)
         self._error: BaseException | None = None

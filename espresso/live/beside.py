@@ -18,8 +18,8 @@ from espresso.live.machine import cores_per_rank
 _NUMBERS = 1 << 18
 """Of one piece of work: a MB in and out, as gradients are read and written; about 0.1 ms."""
 
-_BUCKETS, _PASSES, _TIMES = 4, 8, 3
-"""Of the plan that is carried out, how often at a time, and how many times; 0.3 s in all."""
+_BUCKETS, _PASSES, _TIMES = 4, 5, 3
+"""Of the plan that is carried out, how often at a time, and how many times; 0.2 s in all."""
 
 _FREE_S = 0.025
 """So long threads compute before and after an exchange, with nothing beside them."""

@@ -7,7 +7,6 @@ import platform
 import socket
 import time
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,23 +14,21 @@ import torch
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import boot_id
 
-_known: WeakKeyDictionary[Groups, float] = WeakKeyDictionary()
-
 
 def cores_per_rank(groups: Groups) -> float:
     """Cores this rank may count as its own: each core it may use, shared with the other ranks there.
 
     Collective the first time, with the jobs beside this one.
     """
-    if groups not in _known:
+    if groups.cores is None:
         mine = (socket.gethostname(), boot_id(), tuple(sorted(os.sched_getaffinity(0))))
         everybody = groups.everywhere(mine)
         shares = []
         for host, boot, cores in everybody:
             users = [set(c) for h, b, c in everybody if (h, b) == (host, boot)]
             shares.append(sum(1.0 / sum(core in user for user in users) for core in cores))
-        _known[groups] = min(shares)
-    return _known[groups]
+        groups.cores = min(shares)
+    return groups.cores
 
 
 def machine_facts() -> dict[str, Any]:
