@@ -797,7 +797,7 @@ SCENARIOS = (
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    return Played(__name__, SCENARIOS, 4, ranks_per_node=2, deadline_s=150.0)
+    return Played(__name__, SCENARIOS, 4, ranks_per_node=2, deadline_s=220.0)
 
 
 @pytest.mark.slow

@@ -380,8 +380,8 @@ def handled(rank: int) -> tuple[float, float]:
 def test_what_carrying_a_plan_out_takes_is_what_computations_beside_it_lose():
     for outcome in run_ranks(handled, 2):
         usual_us, longer_us = outcome.value
-        assert 10 < usual_us < 1500
-        assert 1000 < longer_us - usual_us < 2500  # three tasks for two that compress
+        assert 10 < usual_us < 2000
+        assert 700 < longer_us - usual_us < 5000  # three tasks for two that compress: 1500 on a quiet machine
 
 
 def forgotten(rank: int) -> list[str]:
