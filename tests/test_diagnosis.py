@@ -423,13 +423,14 @@ def test_a_job_that_has_just_gone_on_to_something_else_is_told_by_what_it_ran_be
 
 
 def test_a_job_that_raced_is_told_by_what_won() -> None:
-    """Plain steps ran before and between others, and the newest are plain."""
+    """Plain steps ran between others, and the newest are plain."""
     flights, others = World().flights(), World(compressed=True).flights()
     raced = []
     for flight, other in zip(flights, others, strict=True):
-        block = tuple(replace(step, stretch=1) for step in other.steps[10:20])
-        steps = (*flight.steps[:10], *block, *flight.steps[20:])
-        raced.append(replace(flight, stretches=(*flight.stretches, *other.stretches), steps=steps))
+        first = tuple(replace(step, stretch=1) for step in other.steps[:5])
+        second = tuple(replace(step, stretch=2) for step in other.steps[10:20])
+        steps = (*first, *flight.steps[5:10], *second, *flight.steps[20:])
+        raced.append(replace(flight, stretches=(*flight.stretches, *2 * other.stretches), steps=steps))
     run = Run(raced)
     assert run.stretch == flights[0].stretches[0]
     assert run.turns[-1].number == flights[0].steps[-1].number
