@@ -32,7 +32,6 @@ from benchmarks.emulated import (
 from benchmarks.models import Name, build_workload, num_parameters
 from benchmarks.pictures import draw_lanes
 
-ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600.0
 """And what the steps of all arms take at plain DDP's bytes."""
 MOST_STEPS, FEWEST_STEPS = 180, 40
@@ -136,23 +135,16 @@ def table_of(rows: list[Row], title: str) -> Table:
     return table
 
 
-def spread_over_seeds(model: str, num_steps: int) -> str:
-    """What one run of each arm says about where training ends: how far plain DDP's own seeds lie apart."""
+def what_ends_say(num_steps: int) -> str:
+    """What one run of each arm says about where training ends."""
     if num_steps < MOST_STEPS:
         return (
             "So short a training does not say where it would end: what error feedback still keeps back is a large part"
-            " of it. python -m benchmarks.convergence measures that."
+            " of it. python -m benchmarks.dossier measures that."
         )
-    path = results.RESULTS_DIR / f"convergence_{model}10m.json"
-    measured = json.loads(path.read_text()) if path.exists() else {"config": {}, "rows": []}
-    if measured["config"].get("steps") != num_steps:
-        return "One run each: loss and accuracy differ as much from seed to seed as they may do here."
-    (row,) = measured["rows"]
-    losses, accuracies = row["plain_losses"], row["plain_accuracies"]
     return (
-        f"One run each. {len(losses)} seeds of plain DDP ended at a loss of {min(losses):.3f} to {max(losses):.3f}"
-        f" and an accuracy of {min(accuracies):.3f} to {max(accuracies):.3f}: smaller differences say nothing"
-        f" ({path.relative_to(ROOT)})."
+        "One run each: from seed to seed loss and accuracy of plain DDP differ as well."
+        " python -m benchmarks.dossier trains several."
     )
 
 
@@ -227,7 +219,7 @@ def main(
     steps = max(arm["num_steps"] for arm in result["arms"])
     size = result["num_parameters"] / 1e6
     console.print(table_of(rows, f"{model}, {size:.1f} M parameters, after {steps} steps each"))
-    console.print(spread_over_seeds(model, steps))
+    console.print(what_ends_say(steps))
     for arm in result["arms"]:
         if arm["verdict"]:
             console.print(f"{arm['name']} decided after {arm['num_steps_to_decide']} steps: {arm['verdict']}")

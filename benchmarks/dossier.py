@@ -2,10 +2,11 @@
 
     python -m benchmarks.dossier                                       # hours: six cases, seven arms, five seeds
     python -m benchmarks.dossier --cases mlp-sgd --seeds 3 --steps 300 --arms "plain;ours;ours, residuals off"
+    python -m benchmarks.dossier --cases cnn-adam --arms "plain;topk:ratio=0.01;topk:ratio=0.01, residuals off"
 
 Two emulated hosts of limited rate. Arms of a seed have the same weights and batches. Time is that of the steps alone.
 The target is the training loss that plain reaches on average in nine tenths of its steps. An arm is inside if its mean
-metric is no worse than the worst of plain's seeds. The control drops residuals after every step: what this check sees.
+metric is no worse than the worst of plain's seeds. Controls drop residuals after every step: what this check sees.
 
 =========================  ======================================================================
 ``plain``                  DDP as it is, float32
@@ -13,7 +14,8 @@ metric is no worse than the worst of plain's seeds. The control drops residuals 
 ``powersgd hook``          PyTorch's own, rank 4, from step 10 on
 ``ours``                   ``compressor="auto"``, nothing else
 ``ours, half the budget``  half of the error that it may owe by itself, and twice
-``ours, residuals off``    the control
+``SPEC``                   automatic mode with that compressor
+``…, residuals off``       a control, of ``ours`` or ``SPEC``
 =========================  ======================================================================
 """
 
@@ -22,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,15 +37,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.convergence import MODELS, OPTIMIZERS
-from benchmarks.emulated import open_network, run_workers
+from benchmarks.emulated import describe, open_network, run_workers
 from benchmarks.ratios import half_interval
+from benchmarks.small_models import MODELS, OPTIMIZERS
 from benchmarks.suite.task import Task
 from benchmarks.suite.tasks import build_task
 from benchmarks.train import process_group
+from espresso.compressors import create
 
 CASES = ("mlp-sgd", "mlp-adamw", "cnn-sgd", "gpt-adamw", "recommender-adam", "lstm-adamw")
-"""A task and its optimizer; the first three and the GPT are the small models of ``benchmarks.convergence``."""
+"""A task and its optimizer; the first three and the GPT are :mod:`benchmarks.small_models`."""
 
 STEPS = {"gpt": 3000, "lstm": 1000, "recommender": 1000}
 """Of a run, where it is not said; else 600."""
@@ -89,38 +92,39 @@ def bf16_hook(
     return future.then(widen)  # type: ignore[no-any-return]
 
 
-def _ours(seed: int, **settings: Any) -> Callable[[DistributedDataParallel], Any]:
-    import espresso
-
-    return lambda model: espresso.register(model, compressor="auto", seed=seed, compile_beside=False, **settings)
+OFF = ", residuals off"
+OURS = {"ours": 1.0, "ours, half the budget": 0.5, "ours, twice the budget": 2.0}
+"""With what part of the default error budget."""
+PYTORCHS = ("plain", "bf16 hook", "powersgd hook")
+ARMS = (*PYTORCHS, *OURS, f"ours{OFF}")
 
 
 def attach(arm: str, model: DistributedDataParallel, seed: int, harmless: float) -> Any:
-    """Register the arm on a model, which may owe so much by itself; the state of ours, else None.
+    """Register the arm on a model, which may owe so much by itself; the state of automatic mode, else None."""
+    import espresso
 
-    Raises:
-        ValueError: there is no such arm.
-    """
     if arm == "bf16 hook":
         model.register_comm_hook(None, bf16_hook)
     elif arm == "powersgd hook":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif arm in OURS:
-        return _ours(seed, error_budget=None if OURS[arm] == 1.0 else harmless * OURS[arm])(model)
-    elif arm != "plain":
-        raise ValueError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
-    return None
-
-
-CONTROL = "ours, residuals off"
-OURS = {"ours": 1.0, "ours, half the budget": 0.5, "ours, twice the budget": 2.0, CONTROL: 1.0}
-"""With what part of the default error budget."""
-ARMS = ("plain", "bf16 hook", "powersgd hook", *OURS)
+        low_rank = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+        model.register_comm_hook(low_rank, powerSGD_hook.powerSGD_hook)
+    if arm in PYTORCHS:
+        return None
+    spec = arm.removesuffix(OFF)
+    part = OURS.get(spec)
+    state = espresso.register(
+        model, compressor=spec if part is None else "auto", seed=seed, compile_beside=False,
+        error_budget=None if part in (None, 1.0) else harmless * part,
+    )  # fmt: skip
+    if arm.endswith(OFF):
+        # Residuals are written and never committed: every step starts from none.
+        store: Any = state.session.store
+        store.commit = store.discard
+    return state
 
 
 def task_of(case: str, seed: int) -> Task:
-    """The task with the case's optimizer, small where ``benchmarks.convergence`` has a small model of that name."""
+    """The task with the case's optimizer, small where there is a small model of that name."""
     name, _, optimizer = case.partition("-")
     task = build_task("mlp" if name == "cnn" else name, seed)  # the same digits
 
@@ -140,9 +144,6 @@ def train_once(case: str, arm: str, seed: int, steps: int) -> Run:
     models = [DistributedDataParallel(model) for model in task.make_models()]
     optimizers = [task.make_optimizer(model) for model in models]
     state = attach(arm, models[0], seed, HARMLESS_ADAPTIVE if "adam" in case else HARMLESS)
-    if arm == CONTROL:
-        store = state.session.store
-        store.commit = store.discard
     curve, losses, took_s = [], list[float](), 0.0
     for step in range(steps):
         begin = time.perf_counter()
@@ -208,7 +209,7 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
     for header in ("case", "arm", "metric", "steps to target", "seconds to target", "step, ms", ""):
         table.add_column(header, justify="left" if header in ("case", "arm", "") else "right")
     for row in rows:
-        verdict = ("not caught" if row.inside else "caught") if row.arm == CONTROL else (
+        verdict = ("not caught" if row.inside else "caught") if row.arm.endswith(OFF) else (
             "inside" if row.inside else "[bold red]outside[/]"
         )  # fmt: skip
         steps = "never" if row.steps_to_target is None else f"{row.steps_to_target:.0f}"
@@ -254,23 +255,26 @@ def main(
     if worker is not None:
         _as_worker(worker, wanted, arms.split(";"), seeds)
         return
-    if unknown := [arm for arm in arms.split(";") if arm not in ARMS]:
-        raise typer.BadParameter(f"no arm {unknown[0]!r}; there are {'; '.join(ARMS)}", param_hint="--arms")
+    for arm in arms.split(";"):
+        if arm not in ARMS:
+            _check_named(arm)
     if "plain" not in arms.split(";"):
         raise typer.BadParameter("the others are compared with plain: name it too", param_hint="--arms")
     begin = time.perf_counter()
     json_path.parent.mkdir(parents=True, exist_ok=True)
     raw = json_path.with_suffix(".raw")
     runs: list[Run] = []
+    networks: dict[str, str] = {}
     for case, length in wanted:
         argv = [sys.executable, "-m", "benchmarks.dossier", "--cases", case, "--steps", str(length), "--arms", arms]
         argv += ["--seeds", str(seeds), "--worker", str(raw)]
         with open_network(2, rate) as network:
+            networks[case] = describe(network)
             run_workers(network, argv, pin=True, deadline_s=6 * 3600)
         runs += [Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in json.loads(raw.read_text())]
         raw.unlink()
     rows = judge(runs)
-    config = {"cases": wanted, "arms": arms, "seeds": seeds, "rate": rate, "ranks": 2}
+    config = {"cases": wanted, "arms": arms, "seeds": seeds, "rate": rate, "ranks": 2, "networks": networks}
     took = {"seconds": time.perf_counter() - begin}
     body = results.record(config | took, 0, [asdict(row) for row in rows])
     ends = [{key: value for key, value in asdict(run).items() if key != "curve"} for run in runs]
@@ -278,8 +282,15 @@ def main(
     if plot is not None:
         draw(plot, runs)
     results.console(140).print(table_of(rows, f"two hosts, {rate}, {seeds} seeds; mean ± half of the 95 % interval"))
-    if any(row.arm.startswith("ours") and row.inside is (row.arm == CONTROL) for row in rows):
+    if any(row.arm not in PYTORCHS and row.inside is row.arm.endswith(OFF) for row in rows):
         raise typer.Exit(1)
+
+
+def _check_named(arm: str) -> None:
+    try:
+        create(arm.removesuffix(OFF))
+    except ValueError as error:
+        raise typer.BadParameter(f"no arm {arm!r}: {error}; or {'; '.join(ARMS)}", param_hint="--arms") from error
 
 
 def _as_worker(out: Path, cases: Sequence[tuple[str, int]], arms: Sequence[str], seeds: int) -> None:

@@ -43,9 +43,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.emulated import Distance, open_network, run_workers
+from benchmarks.emulated import Distance, describe, open_network, run_workers
 from benchmarks.exchange import digest, kept_by, uniform
-from benchmarks.prediction import describe
 from benchmarks.train import process_group
 
 WITHIN_S = 10.0

@@ -32,16 +32,16 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.convergence import MODELS, OPTIMIZERS
 from benchmarks.models import build_workload
+from benchmarks.small_models import MODELS, OPTIMIZERS
 from benchmarks.suite.held_out import HELD_OUT
 from benchmarks.suite.tasks import build_task
 from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Layout, Segment, create, host_codec
 from espresso.live.script import momentum_of
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
-"""Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own. Others are
-``gpt-adamw``, the suite's held-out tasks, and optimizers of less momentum (``mlp-sgd0``, ``mlp-adam5``, ``mlp-adam0``).
+"""Of :mod:`benchmarks.small_models`, and the 10 M parameter MLP with its own optimizer. Others are ``gpt-adamw``, the
+suite's held-out tasks, and optimizers of less momentum (``mlp-sgd0``, ``mlp-adam5``, ``mlp-adam0``).
 """
 
 ARMS = (

@@ -29,10 +29,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.emulated import Distance, open_network, run_workers
+from benchmarks.emulated import Distance, describe, open_network, run_workers
 from benchmarks.exchange import uniform
 from benchmarks.far import Slopes
-from benchmarks.prediction import describe
 from benchmarks.train import Place, process_group
 
 MANY, FEW = 1 << 20, 1 << 10

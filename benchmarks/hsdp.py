@@ -39,10 +39,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import espresso.fsdp
 from benchmarks import results
-from benchmarks.emulated import Distance, open_network, run_workers
+from benchmarks.emulated import Distance, describe, open_network, run_workers
 from benchmarks.exchange import digest, uniform
 from benchmarks.models import Gpt, Workload, build_workload, seeded
-from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
 from benchmarks.train import MAX_STEPS_TO_DECIDE, Block, Place, alternate, have_decided, process_group, run_block
 from espresso.fsdp.layout import hybrid_mesh, sum_and_divide

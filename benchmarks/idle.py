@@ -24,8 +24,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import Distance, Network, open_network, run_workers
-from benchmarks.prediction import describe
+from benchmarks.emulated import Distance, Network, describe, open_network, run_workers
 from benchmarks.train import process_group
 
 ARMS = ("silent", "as it is", "setting")

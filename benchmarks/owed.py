@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.dossier import task_of
-from benchmarks.emulated import open_network, run_workers
+from benchmarks.emulated import describe, open_network, run_workers
 from benchmarks.train import process_group
 
 CASES = ("mlp-sgd", "cnn-sgd", "gpt-adamw", "recommender-adam", "lstm-adamw")
@@ -180,14 +180,16 @@ def main(
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     rows: list[Row] = []
+    networks: dict[str, str] = {}
     for case in cases.split(","):
         raw = json_path.with_suffix(".raw")
         argv = [sys.executable, "-m", "benchmarks.owed", "--cases", case, "--steps", str(steps), "--worker", str(raw)]
         with open_network(2, rate) as network:
+            networks[case] = describe(network)
             run_workers(network, argv, pin=True, deadline_s=1800)
         rows += [Row(**row) for row in json.loads(raw.read_text())]
         raw.unlink()
-        config = {"ranks": 2, "rate": rate, "steps": steps}
+        config = {"ranks": 2, "rate": rate, "steps": steps, "networks": networks}
         results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
     lines = lines_of(rows)
     results.console(130).print(table_of(lines))

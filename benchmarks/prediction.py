@@ -32,15 +32,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.emulated import (
-    Distance,
-    Network,
-    format_rate,
-    measure_bulk_rate,
-    measure_round_trip,
-    open_network,
-    run_workers,
-)
+from benchmarks.emulated import Distance, describe, open_network, run_workers
 from benchmarks.emulated.quota import processor_quota
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
@@ -461,18 +453,6 @@ def _suffix(rtt_ms: str, hosts: int, carried: Path | None, quota: float) -> str:
     parts = [f"{rtt_ms}ms"] * (rtt_ms != "0") + [f"{hosts}hosts"] * (hosts != 2)
     parts += [f"{quota:g}core"] * (quota < 1) + ["carried"] * (carried is not None)
     return "".join(f"_{part}" for part in parts)
-
-
-def describe(network: Network) -> str:
-    """The network in words, its bulk rate measured now."""
-    if network.rate_bps is None:
-        return f"loopback without a limit ({network.why_unlimited})"
-    rates = measure_bulk_rate(network)
-    verdict = "verified" if all(rate.is_verified for rate in rates) else "NOT as asked"
-    bulk = ", ".join(format_rate(rate.payload_bps) for rate in rates)
-    limits = dict.fromkeys(format_rate(host.rate_bps or 0) for host in network.hosts)
-    far = "" if network.distance is None else f", round trip {measure_round_trip(network):.0f} ms"
-    return f"{', '.join(limits)} (bulk TCP {bulk}: {verdict}{far})"
 
 
 def _as_worker(

@@ -24,9 +24,8 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import open_network, run_workers
+from benchmarks.emulated import describe, open_network, run_workers
 from benchmarks.exchange import Exchange, make_buckets, strategy_of
-from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
 from benchmarks.train import process_group
 from espresso.comm.execute.executor import Assignment

@@ -25,8 +25,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import open_network, run_workers
-from benchmarks.prediction import describe
+from benchmarks.emulated import describe, open_network, run_workers
 from benchmarks.ratios import paired_ratio
 from espresso.strategies import Sharing
 

@@ -24,8 +24,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import Distance, Network, open_network, parse_rate, run_workers
-from benchmarks.prediction import describe
+from benchmarks.emulated import Distance, Network, describe, open_network, parse_rate, run_workers
 from benchmarks.ratios import paired_ratio
 from benchmarks.train import is_there
 

@@ -611,6 +611,9 @@ def test_what_an_older_strategy_has_ride_takes_of_the_memory_too():
         assert found.residual_bytes == pytest.approx(residual_bytes(found.plan, 0, "float32", True), rel=1e-3)
         assert found.residual_bytes <= millions * MB
         assert is_rider(found.strategy.choices["t1"]) == rides
+    free = replan(job, old, payload=tenth)
+    assert is_rider(free.strategy.choices["t1"])
+    assert free.residual_bytes == pytest.approx(residual_bytes(free.plan, 0, "float32", True), rel=1e-3)
 
 
 def test_a_budget_has_a_price_beside_compressors_of_which_nothing_is_known():

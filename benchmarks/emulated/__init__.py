@@ -10,7 +10,7 @@ changes either under running workers.
 Where namespaces are not permitted, the same calls run on loopback without a limit, and say so.
 """
 
-from benchmarks.emulated.bulk_rate import BulkRate, measure_bulk_rate, measure_round_trip
+from benchmarks.emulated.bulk_rate import BulkRate, describe, measure_bulk_rate, measure_round_trip
 from benchmarks.emulated.launch import DeadlineError, WorkerError, run_workers
 from benchmarks.emulated.network import Host, Network, open_network, remove_leftovers, why_not_permitted
 from benchmarks.emulated.rate import format_rate, parse_rate
@@ -23,6 +23,7 @@ __all__ = [
     "Host",
     "Network",
     "WorkerError",
+    "describe",
     "format_rate",
     "measure_bulk_rate",
     "measure_round_trip",

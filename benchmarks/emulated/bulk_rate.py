@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.emulated.network import Host, Network
+from benchmarks.emulated.rate import format_rate
 
 _PEER = str(Path(__file__).with_name("bulk_peer.py"))
 #: Payload against limit. Headers take 4 % at an MTU of 1500; a lower ratio means that the machine is busy.
@@ -68,6 +69,18 @@ def measure_round_trip(network: Network, times: int = 20) -> float:
         finally:
             process.kill()
     return float(asked.stdout) * 1e3
+
+
+def describe(network: Network) -> str:
+    """The network in words, its bulk rate measured now."""
+    if network.rate_bps is None:
+        return f"loopback without a limit ({network.why_unlimited})"
+    rates = measure_bulk_rate(network)
+    verdict = "verified" if all(rate.is_verified for rate in rates) else "NOT as asked"
+    bulk = ", ".join(format_rate(rate.payload_bps) for rate in rates)
+    limits = dict.fromkeys(format_rate(host.rate_bps or 0) for host in network.hosts)
+    far = "" if network.distance is None else f", round trip {measure_round_trip(network):.0f} ms"
+    return f"{', '.join(limits)} (bulk TCP {bulk}: {verdict}{far})"
 
 
 def _measure(sender: Host, receiver: Host, duration_s: float, window: int) -> BulkRate:

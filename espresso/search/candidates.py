@@ -225,6 +225,8 @@ class Candidates:
         self._blocks: dict[tuple[Size, int], _Block] = {}
         self._distinct: dict[tuple[Size, int, bool], Wholes] = {}
         self._frozen: tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals] | None = None
+        self._kinds_of: Callable[[Iterable[Choice]], Wholes] | None = None
+        self._kinds: Wholes = np.empty(0, dtype=np.int64)
 
     def number(self, size: Size, choice: Choice) -> int:
         """The candidate of one choice at one size."""
@@ -297,7 +299,12 @@ class Candidates:
 
     def kinds(self, kinds_of: Callable[[Iterable[Choice]], Wholes] | None) -> Wholes:
         """int64[candidates]: the kind of each candidate's choice (:class:`espresso.search.budgets.Ledger`)."""
-        return np.zeros(len(self.choices), dtype=np.int64) if kinds_of is None else kinds_of(self.choices)
+        if kinds_of is None:
+            return np.zeros(len(self.choices), dtype=np.int64)
+        if kinds_of != self._kinds_of:
+            self._kinds_of, self._kinds = kinds_of, np.empty(0, dtype=np.int64)
+        self._kinds = np.append(self._kinds, kinds_of(self.choices[len(self._kinds) :]))
+        return self._kinds
 
     def arrays(self) -> tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals]:
         """(count, full, tail, task_set, task_us, task_beside) as the kernels take them."""

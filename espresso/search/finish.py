@@ -31,15 +31,16 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
         sizes: of partitions, that were searched.
     """
     terms = space.terms
-    # What an older strategy has ride takes of a budget of memory as well, which the search does not know.
+    settler = Settler(job, terms, space.ledger)
+    # What an older strategy has ride keeps a residual as well, which the search does not know.
     choices = (choice for row in (result.chosen, *result.alternatives) for choice in row.strategy.choices.values())
     fits = terms.residual_budget_mb is None or not any(map(is_rider, choices))
     if terms.all_kinds and not terms.for_exactness and space.constraints is None and fits:
+        result = replace(result, residual_bytes=settler.bytes_kept(result.strategy))
         if space.budgets is None:
             return result
         noted = tuple(_noted(space, row) for row in result.alternatives)
         return replace(result, chosen=_noted(space, result.chosen), alternatives=noted)
-    settler = Settler(job, terms, space.ledger)
     plain = _plain(job, space, result)
     plain = replace(plain, predicted_us=settler.priced(plain).predicted_us)
     # What is forced is no plain allreduce, and no measure for what compression gains.
@@ -111,9 +112,9 @@ def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...]) -> fl
         unit for unit in units_for(job, strategy, space.constraints)
         if not is_rider(strategy.choices[unit.tensors[0]])
     )  # fmt: skip
-    if not space.certified or not units or units == space.units(job):
-        return math.inf  # what was certified already says it
     tried = tuple(dict.fromkeys((*sizes, strategy.partition_bytes)))
+    if not space.certified or not units or (units == space.units(job) and tried == sizes):
+        return math.inf  # what was certified already says it
     evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)
     above = row.predicted_us - job.forward_us - job.optimizer_us
     found = certify_units(job, evaluator, space.every, tried, above, space.budgets)

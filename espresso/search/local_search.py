@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from espresso.model.arrays import Reals, Wholes
-from espresso.search.bound_kernels import CHAIN, shortlist
+from espresso.search.bound_kernels import shortlist
 from espresso.search.bounds import Certificate, fees, prices
 from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import grouped
 from espresso.search.evaluator import Evaluator
-from espresso.search.local_search_kernels import Losses, blocks, spread, sweep, together
+from espresso.search.local_search_kernels import Losses, blocks, keep_to_budgets, spread, sweep, together
 from espresso.search.relaxation import Relaxation
 
 _STRIDES = (1, 2, 3, 4, 6, 8)
@@ -152,7 +152,9 @@ def guide(
     rounded = np.zeros(len(units), dtype=np.int64)
     owed = np.empty(certificate.support.shape[1])
     spread(certificate.support, last - first, members, starts, owed, rounded)
-    fits = not relaxation.has_budget or _keep_to_budgets(relaxation, rounded)
+    fits = keep_to_budgets(
+        rounded, relaxation.rows, relaxation.kind_of, first, last, relaxation.spends, relaxation.limits * (1 + ROUNDING)
+    )
     lists = np.full_like(picks, -1)
     strategy = np.zeros(len(units), dtype=np.int64)
     for (size, _), group in groups.items():
@@ -168,29 +170,6 @@ def guide(
     return Guide(
         lists, price, strategy, members, starts, relaxation.spends, relaxation.limits, relaxation.ledger, fits
     )  # fmt: skip
-
-
-def _keep_to_budgets(relaxation: Relaxation, rounded: Wholes) -> bool:
-    """Give the units that spend most a row that spends less, until every budget is kept. Whether all are."""
-    kind, first, units = relaxation.kind_of, relaxation.first, np.arange(len(rounded))
-    for spends, limit in zip(relaxation.spends, relaxation.limits, strict=True):
-        spent = spends[units, kind[first + rounded]]
-        while np.abs(spent).sum() > limit and spent.max() > 0.0:
-            unit = int(np.argmax(spent))
-            rows = np.arange(first[unit], relaxation.last[unit])
-            all_of = relaxation.spends[:, unit, kind[rows]]
-            own = all_of[:, rounded[unit]]
-            mine = spends[unit, kind[rows]]
-            lesser = rows[(mine < spent[unit]) & (all_of <= own[:, None]).all(axis=0)]
-            if not lesser.size:
-                spent[unit] = -spent[unit]  # it can do no better; the others may
-                continue
-            # Of the rows that spend the most among those that spend less, the one with the shortest chain.
-            most = lesser[spends[unit, kind[lesser]] == spends[unit, kind[lesser]].max()]
-            rounded[unit] = most[np.argmin(relaxation.rows[most, CHAIN])] - first[unit]
-            spent[unit] = spends[unit, kind[first[unit] + rounded[unit]]]
-    chosen = kind[first + rounded]
-    return bool((relaxation.spends[:, units, chosen].sum(axis=1) <= relaxation.limits * (1 + ROUNDING)).all())
 
 
 class LocalSearch:

@@ -31,6 +31,7 @@ from espresso.model.timeline_kernels import (
     total_loads,
 )
 from espresso.search.algorithm_kernels import BETTER
+from espresso.search.bound_kernels import CHAIN
 
 Losses = tuple[Reals, Wholes, Reals]
 _SAME = 1.0 + 1e-12
@@ -283,3 +284,52 @@ def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, owe
                     pick = row
             owed[pick] -= 1.0
             rows[unit] = pick
+
+
+@kernel
+def keep_to_budgets(
+    rounded: Wholes, rows: Reals, kind_of: Wholes, first: Wholes, last: Wholes, spends: Reals, limits: Reals
+) -> bool:
+    """Give the units that spend most a row that spends less, until every budget is kept. Whether all are.
+
+    Of the rows that spend the most among those that spend less, and no more of any other budget, a unit takes the one
+    with the shortest chain. ``rounded`` int64[units], counted from ``first``, is changed; the rest is as
+    :class:`espresso.search.relaxation.Relaxation` has it.
+    """
+    budgets, units = limits.shape[0], rounded.shape[0]
+    spent = np.zeros((budgets, units))
+    for budget in range(budgets):
+        for unit in range(units):
+            spent[budget, unit] = spends[budget, unit, kind_of[first[unit] + rounded[unit]]]
+    for budget in range(budgets):
+        can_do_better = np.ones(units, dtype=np.bool_)
+        while spent[budget].sum() > limits[budget]:
+            unit, most = -1, 0.0
+            for other in range(units):
+                if can_do_better[other] and spent[budget, other] > most:
+                    unit, most = other, spent[budget, other]
+            if unit < 0:
+                break
+            best = -1
+            for row in range(first[unit], last[unit]):
+                mine = spends[budget, unit, kind_of[row]]
+                lesser = mine < most
+                for each in range(budgets):
+                    lesser = lesser and spends[each, unit, kind_of[row]] <= spent[each, unit]
+                if not lesser:
+                    continue
+                if best >= 0:
+                    known = spends[budget, unit, kind_of[best]]
+                    if mine < known or (mine == known and rows[row, CHAIN] >= rows[best, CHAIN]):
+                        continue
+                best = row
+            if best < 0:
+                can_do_better[unit] = False
+                continue
+            rounded[unit] = best - first[unit]
+            for each in range(budgets):
+                spent[each, unit] = spends[each, unit, kind_of[best]]
+    kept = True
+    for budget in range(budgets):
+        kept = kept and spent[budget].sum() <= limits[budget]
+    return kept

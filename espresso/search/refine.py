@@ -25,7 +25,7 @@ from espresso.search.local_search import Effort, Guide, LocalSearch, guide
 from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import Relaxation, relax
 from espresso.search.states import with_states
-from espresso.search.together import move_together
+from espresso.search.together import move_together, pairs_fit
 from espresso.strategies import Choice
 
 GAPS = (0.16, 0.12, 0.079, 0.03, 0.01)
@@ -269,9 +269,12 @@ def _searched(
         other = _further(min(rows, key=lambda row: row.makespan_us), times, part, effort)
         left -= _sweep(other, left // 3) if effort.starts == 1 else _descend(other, left // 3, 1)
         rows.append(other)
+    for_few = max(left, 0) // 3 if rows[0].relaxation.has_budget else 0
+    left -= for_few
     for row in sorted(rows, key=lambda row: row.makespan_us)[: effort.starts]:
         if left > 0:
             left -= _descend(row, left, effort.descents)
+    left += for_few
     best = min(rows, key=lambda row: row.makespan_us)
     home = best.evaluator.partition_bytes
     nearest = sorted(begun, key=lambda size: (size != home, begun[size].certificate.makespan_us))
@@ -348,9 +351,16 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
     return search.spent
 
 
+def _all_together(row: _Size, tried: int) -> bool:
+    """Whether all units are moved together: under budgets, where their pairs are not too many."""
+    return row.relaxation.has_budget and pairs_fit(len(row.strategy), tried)
+
+
 def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
-    """Improve by several giants at once, under budgets by several of all; returns the events that it took."""
-    few = np.arange(len(row.strategy)) if row.relaxation.has_budget else row.relaxation.giants
+    """Improve by several giants at once, under budgets by several of all if they are few; returns the events that it
+    took.
+    """
+    few = np.arange(len(row.strategy)) if _all_together(row, tried) else row.relaxation.giants
     row.makespan_us, events = move_together(
         row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip

@@ -499,7 +499,6 @@ def _result(
         num_candidates=len(space.every[FREE]),
         offload_capped=capped,
         error=space.ledger.error(ranked[0].by_tensor),
-        residual_bytes=space.ledger.spent(ranked[0].by_tensor)[1],
         terms=space.terms,
     )
 

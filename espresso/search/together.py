@@ -11,7 +11,18 @@ import numpy as np
 from espresso.model.arrays import Wholes
 from espresso.search.candidates import Leaves, leaves_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.local_search import Guide, LocalSearch
+from espresso.search.local_search import MOST_DEEP, Guide, LocalSearch
+
+
+def _each(units: int, at_once: int, tried: int) -> int:
+    """Leaves of each of so many at once, of so many units, that can be tried."""
+    number = math.comb(units, at_once)
+    return min(int((tried / number) ** (1 / at_once)) - 1, MOST_DEEP) if number else 0  # what a unit has is tried too
+
+
+def pairs_fit(units: int, tried: int) -> bool:
+    """Whether every pair of so many units can be tried."""
+    return _each(units, 2, tried) > 0
 
 
 def move_together(
@@ -37,13 +48,14 @@ def move_together(
     """
     groups = []
     for at_once in dict.fromkeys((2, len(few)) if led.ledger is not None else (2,)):
-        number = math.comb(len(few), at_once)
-        each = int((tried / number) ** (1 / at_once)) - 1 if number else 0  # what a unit has is tried too
-        if each > 0:
+        if (each := _each(len(few), at_once, tried)) > 0:
             groups += [(list(some), each) for some in itertools.combinations(range(len(few)), at_once)]
     if not groups:
         return makespan_us, 0
-    lists = _offered(evaluator, led, leaves, few, max(each for _, each in groups))
+    most = max(each for _, each in groups)
+    if led.ledger is not None and not pairs_fit(len(strategy), tried):
+        most = min(most, led.lists.shape[1])  # of a giant what the program likes: all its leaves take long to price
+    lists = _offered(evaluator, led, leaves, few, most)
     search = LocalSearch(evaluator, led)
     before = np.inf
     while makespan_us < before * (1 - 1e-5) and search.spent < effort:
