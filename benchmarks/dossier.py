@@ -115,6 +115,7 @@ def attach(arm: str, model: DistributedDataParallel, seed: int, harmless: float)
     state = espresso.register(
         model, compressor=spec if part is None else "auto", seed=seed, compile_beside=False,
         error_budget=None if part in (None, 1.0) else harmless * part,
+        adapt=not arm.endswith(OFF),  # the guard would mend a control
     )  # fmt: skip
     if arm.endswith(OFF):
         # Residuals are written and never committed: every step starts from none.
