@@ -37,6 +37,7 @@ from espresso.search.error_budget import (
 )
 from espresso.search.evaluator import Evaluator
 from espresso.search.frontier import frontier
+from espresso.search.local_search import Effort
 from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import relax
 from espresso.search.search import BudgetError, _merged_too, lay_out, replan, search
@@ -614,6 +615,20 @@ def test_what_an_older_strategy_has_ride_takes_of_the_memory_too():
     free = replan(job, old, payload=tenth)
     assert is_rider(free.strategy.choices["t1"])
     assert free.residual_bytes == pytest.approx(residual_bytes(free.plan, 0, "float32", True), rel=1e-3)
+
+
+def test_of_more_tensors_than_pairs_can_be_tried_of_the_giants_move_together():
+    """What one owes less the other may owe more: single moves from a budget that is spent cannot do that."""
+    job = job_from_trace("ugatit", 8, 8, "nvlink-100g")
+    specs = tuple(map(CompressorSpec.parse, ("fp16", "efsignsgd", "onebit", "dgc:ratio=0.01", "randomk:ratio=0.05")))
+    known = normal_sensitivity([one for spec in specs for one in (spec, *finer(spec))])
+    whole = Effort().patient
+    apart, together = (
+        search(job, specs, terms=Terms(error_budget=2.0, all_kinds=True), sensitivity=known, effort=effort)
+        for effort in (replace(whole, together=0), whole)
+    )
+    assert together.predicted_us < 0.98 * apart.predicted_us
+    assert together.error <= 2.0
 
 
 def test_a_budget_has_a_price_beside_compressors_of_which_nothing_is_known():

@@ -11,13 +11,13 @@ import numpy as np
 from espresso.model.arrays import Wholes
 from espresso.search.candidates import Leaves, leaves_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.local_search import MOST_DEEP, Guide, LocalSearch
+from espresso.search.local_search import Guide, LocalSearch
 
 
 def _each(units: int, at_once: int, tried: int) -> int:
     """Leaves of each of so many at once, of so many units, that can be tried."""
     number = math.comb(units, at_once)
-    return min(int((tried / number) ** (1 / at_once)) - 1, MOST_DEEP) if number else 0  # what a unit has is tried too
+    return int((tried / number) ** (1 / at_once)) - 1 if number else 0  # what a unit has is tried too
 
 
 def pairs_fit(units: int, tried: int) -> bool:
