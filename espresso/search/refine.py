@@ -269,6 +269,7 @@ def _searched(
         other = _further(min(rows, key=lambda row: row.makespan_us), times, part, effort)
         left -= _sweep(other, left // 3) if effort.starts == 1 else _descend(other, left // 3, 1)
         rows.append(other)
+    # Where a budget is spent single units cannot move: a part is kept for several at once.
     for_few = max(left, 0) // 3 if rows[0].relaxation.has_budget else 0
     left -= for_few
     for row in sorted(rows, key=lambda row: row.makespan_us)[: effort.starts]:
@@ -351,16 +352,13 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
     return search.spent
 
 
-def _all_together(row: _Size, tried: int) -> bool:
-    """Whether all units are moved together: under budgets, where their pairs are not too many."""
-    return row.relaxation.has_budget and pairs_fit(len(row.strategy), tried)
-
-
 def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
-    """Improve by several giants at once, under budgets by several of all if they are few; returns the events that it
-    took.
+    """Improve by several giants at once, under budgets by several of all units where their pairs are not too many;
+    returns the events that it took.
     """
-    few = np.arange(len(row.strategy)) if _all_together(row, tried) else row.relaxation.giants
+    few, units = row.relaxation.giants, len(row.strategy)
+    if row.relaxation.has_budget and pairs_fit(units, tried):
+        few = np.arange(units)
     row.makespan_us, events = move_together(
         row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip
