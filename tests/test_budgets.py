@@ -41,7 +41,7 @@ from espresso.search.local_search import Effort
 from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import relax
 from espresso.search.search import BudgetError, _merged_too, lay_out, replan, search
-from espresso.search.settle import finer, is_rider, kinds_of
+from espresso.search.settle import Settler, finer, is_rider, kinds_of
 from espresso.search.space import space_of
 from espresso.search.terms import AUTOMATIC, HARMLESS, MB, NEAR, Terms
 from espresso.strategies import (
@@ -191,6 +191,15 @@ def test_residuals_are_no_narrower_than_there_is_memory_for(sizes, us, beta):
     terms = replace(AUTOMATIC, residual_budget_mb=100.0)
     found = search(job, [TOY], terms=terms, payload=tenth).strategy.choices.values()
     assert not any(c.compressor.residual_dtype for c in found)
+
+
+def test_what_is_forced_is_kept_in_fewer_bits_where_a_budget_wants_that_of_it_alone():
+    """With the other tensor raw it fits; with both compressed, or with this one in full, it does not."""
+    job = make_job([40_000] * 2, [0, 5], beta=20.0, costs=compute(1.0, 1.0) + compute(0.2, 0.2, name="bf16"))
+    limits = Constraints(force={"t0": f"efsignsgd via {GATHER.option}"})
+    found = search(job, [TOY], terms=Terms(residual_budget_mb=4.1 * 40_000 / MB, constraints=limits), payload=tenth)
+    assert found.strategy.choices["t0"].compressor == TOY.kept_as("bf16")
+    assert found.residual_bytes <= 4.1 * 40_000
 
 
 def test_what_is_forced_may_be_kept_in_fewer_bits_too():
@@ -570,6 +579,23 @@ def test_a_certificate_knows_that_exact_and_free_tensors_may_be_exchanged_togeth
     assert 0 < _merged_too(job, space, evaluator, (0,), 2 * best) <= best - beside
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+def test_what_is_certified_is_what_may_be_returned_where_exchanges_travel_together(mode):
+    """A raw tensor that is a payload of its own is in the space of buckets, and not in the paper's."""
+    links = {"latency": 900.0, "in_flight": 4}
+    if mode is Mode.DDP:
+        links |= {"buckets": (Bucket(0, (Slot("t0", 0, 30_000),)), Bucket(1, (Slot("t1", 0, 1_000),))),
+                  "bucket_ready_us": (0.0, 5.0)}  # fmt: skip
+    job = make_job([30_000, 1_000], [0, 5], cluster=Cluster(3, 1), mode=mode, **links)
+    terms = Terms(constraints=Constraints(keep_exact=("t1",)), all_kinds=False)
+    space = space_of(job, (TOY,), tenth, terms, None)
+    apart = Strategy.uniform(job.tensors, job.cluster, GATHER).with_choices({"t1": PLAIN})
+    riding = Settler(job, terms, space.ledger)._riding(apart)
+    assert is_rider(riding.choices["t1"]) == (mode is Mode.DDP)
+    evaluator = Evaluator(job, space.units(job), 0)
+    assert (_merged_too(job, space, evaluator, (0,), 1e9) < 1e9) == (mode is Mode.DDP)
+
+
 def test_residuals_of_wide_gradients_are_as_wide():
     wide, usual = (
         [TensorSpec("a", (300, 200), dtype), TensorSpec("b", (40_000,), dtype)] for dtype in ("float64", "float32")
@@ -629,6 +655,24 @@ def test_of_more_tensors_than_pairs_can_be_tried_of_the_giants_move_together():
     )
     assert together.predicted_us < 0.98 * apart.predicted_us
     assert together.error <= 2.0
+
+
+def test_many_tensors_of_which_none_is_large_are_searched_within_a_budget():
+    """Pairs of all are too many, and there are no giants."""
+    job = make_job([30_000] * 120, [5.0] * 120, beta=20.0, costs=BOTH)
+    known = Sensitivity({TOY: {"*": 2.0}, FP16: {"*": 0.1}})
+    found = search(job, [TOY, FP16], terms=Terms(error_budget=1.0), sensitivity=known, payload=two_sizes)
+    assert found.error <= 1.0
+    assert found.lower_bound_us <= found.predicted_us < found.uncompressed_us
+
+
+def test_a_sensitivity_of_some_tensors_only_is_none_where_nothing_is_asked_of_it():
+    job = make_job([40_000] * 2, [0, 5], beta=20.0, costs=BOTH)
+    partly = Sensitivity({TOY: {"t0": 1.0}, FP16: {"t0": 0.01}})
+    found = search(job, [TOY], sensitivity=partly, payload=two_sizes)
+    assert found.error is None
+    with pytest.raises(JobError, match="does not say"):
+        search(job, [TOY], terms=Terms(error_budget=1.0), sensitivity=partly, payload=two_sizes)
 
 
 def test_a_budget_has_a_price_beside_compressors_of_which_nothing_is_known():

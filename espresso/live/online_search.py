@@ -241,7 +241,8 @@ class OnlineSearch:
                 self._artifacts.job(self.job)
                 found, self.uncompressed_us = self.decide(self.job)
                 # What was in no bucket while the job was measured may come to be in one.
-                later = [self._tensors[name] for name in self._tensors.keys() - {t.name for t in self.job.tensors}]
+                known = {tensor.name for tensor in self.job.tensors}
+                later = [tensor for name, tensor in self._tensors.items() if name not in known]
                 if later:
                     found = [replace(c, strategy=c.strategy.over((*c.strategy.tensors, *later))) for c in found]
                 self.why_none = ""

@@ -102,9 +102,10 @@ class Sensitivity:
             )
         return value
 
-    def knows(self, spec: CompressorSpec) -> bool:
-        """Whether anything is said of a compressor."""
-        return spec in self.owed or spec.kept_as("") in self.owed
+    def knows(self, spec: CompressorSpec, tensors: Iterable[str] = ()) -> bool:
+        """Whether anything is said of a compressor, and of all these tensors."""
+        rows = self.owed.get(spec, self.owed.get(spec.kept_as("")))
+        return rows is not None and (EVERY in rows or all(name in rows for name in tensors))
 
     def kept_up(
         self, measured: Mapping[str, tuple[Choice, float]], seen: AbstractSet[tuple[CompressorSpec, str]] = frozenset()

@@ -94,7 +94,11 @@ def _noted(space: Space, row: Ranked) -> Ranked:
 
 def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     """Every tensor raw, but for those that are forced to something else."""
-    choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
+    kinds = {tensor.name: space.terms.constraints.kind_of(tensor) for tensor in job.tensors}
+    for narrow in (False, True):
+        choices = {name: space.forced(name, kind, narrow=narrow) for name, kind in kinds.items()}
+        if space.ledger.allows(choices):
+            break
     notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
     strategy = Strategy(job.tensors, choices, job.cluster, partition_bytes=0, notes=notes)
     name = "only what is forced" if strategy.compresses else "uncompressed"

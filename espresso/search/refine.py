@@ -287,9 +287,9 @@ def _searched(
     wholes = [row for row in rows if not row.evaluator.partition_bytes]
     whole = min(wholes, key=lambda row: row.makespan_us, default=best)
     factor, beside_us = within  # which a step takes beside the makespan
-    if whole.makespan_us + beside_us <= factor * (best.makespan_us + beside_us):
-        best = whole
-    return best
+    is_near = whole.makespan_us + beside_us <= factor * (best.makespan_us + beside_us)
+    # One that a start is below would be given up for that, which may be cut.
+    return whole if is_near and whole.makespan_us <= min(start.makespan_us for start in starts) else best
 
 
 def _as_good_here(row: _Size, best: _Size) -> _Size:
@@ -314,7 +314,7 @@ def _begin(
     own = [start for start in starts if start.partition_bytes == here.partition_bytes]
     known = [min(some, key=lambda start: start.makespan_us)
              for some in (own, starts if relaxation.has_budget else ()) if some]  # fmt: skip
-    begun = [led.rounded] if led.fits or not known else []
+    begun = [led.rounded] if led.fits else []
     begun += [here.encode(start.choices) for start in known]
     makespan, number = min((here.makespan(strategy), number) for number, strategy in enumerate(begun))
     return _Size(here, relaxation, certificate, led, begun[number].copy(), makespan)

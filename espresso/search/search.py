@@ -22,7 +22,7 @@ from espresso.model.pricing import shared_pricer
 from espresso.model.timeline import first_come
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import FP16, simple_baselines
-from espresso.search.candidates import Leaves, Unit, leaves_of, partition_sizes, units_for
+from espresso.search.candidates import Leaves, Unit, partition_sizes, units_for
 from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.finish import settled
@@ -133,7 +133,7 @@ def search(
     if certified and FP16 in chosen.difference(space.specs):
         # The baseline is best, and nothing was said of strategies that take it for some tensors.
         known = sensitivity_of(job, sensitivity)
-        if known is None or known.knows(FP16):
+        if known is None or known.knows(FP16, [tensor.name for tensor in job.tensors]):
             asked = search(
                 job, (*space.specs, FP16), effort=effort, partitions=partitions, payload=payload,
                 bucket_caps=bucket_caps, terms=terms, sensitivity=sensitivity,
@@ -433,16 +433,20 @@ def _allowed(space: Space, rows: Sequence[_Found]) -> list[_Found]:
 
 def _fitted(space: Space, row: _Found) -> _Found | None:
     """The strategy with what its units may not take replaced, if it keeps to the budgets then."""
-    limits = space.terms.constraints
-    choices = tuple(
-        choice if limits.allows(choice, unit.kind) else leaves_of(space.every, unit)[0]
-        for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
-    )
-    if choices != row.choices:
-        makespan = row.evaluator.makespan(row.evaluator.encode(choices))
-        name = "only what is forced" if row.name == "uncompressed" else row.name
-        row = replace(row, name=name, choices=choices, makespan_us=makespan)
-    return row if space.ledger.allows(row.by_tensor) else None
+    limits, units = space.terms.constraints, row.evaluator.units
+    for narrow in (False, True):
+        choices = tuple(
+            choice if limits.allows(choice, unit.kind) else space.forced(unit.tensors[0], unit.kind, narrow=narrow)
+            for unit, choice in zip(units, row.choices, strict=True)
+        )
+        fitted = row
+        if choices != row.choices:
+            makespan = row.evaluator.makespan(row.evaluator.encode(choices))
+            name = "only what is forced" if row.name == "uncompressed" else row.name
+            fitted = replace(row, name=name, choices=choices, makespan_us=makespan)
+        if space.ledger.allows(fitted.by_tensor):
+            return fitted
+    return None
 
 
 def _part_of(progress: Progress | None, number: int, total: int) -> Progress | None:

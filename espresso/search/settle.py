@@ -162,7 +162,8 @@ class Settler:
 
     def _riding(self, strategy: Strategy, *, small: bool = False) -> Strategy:
         # Copies are priced at nothing, which is right beside a latency that was measured.
-        riding = in_payloads(strategy, self._job.laid_out, alone=self._job.costs.links.in_flight > 1)
+        alone = self._job.costs.links.in_flight > 1 and self._job.mode is Mode.DDP
+        riding = in_payloads(strategy, self._job.laid_out, alone=alone)
         riders = [name for name, choice in riding.choices.items() if is_rider(choice)]
         largest = _widest_gap(self._numel[name] for name in riders) if small else math.inf
         forbidden = [n for n in riders if self._numel[n] > largest or not self._may(n, riding.choices[n])]

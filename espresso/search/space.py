@@ -45,6 +45,11 @@ class Space:
         """If there are any."""
         return None if self.terms.constraints == Constraints() else self.terms.constraints
 
+    def forced(self, tensor: str, kind: str, *, narrow: bool) -> Choice:
+        """What a tensor takes that may not have what others have: the first choice, or what keeps least."""
+        leaves = self.every[kind]
+        return min(leaves, key=lambda leaf: self.ledger.spent({tensor: leaf})[1]) if narrow else leaves[0]
+
     def units(self, job: Job) -> tuple[Unit, ...]:
         return units_of(job, self.constraints)
 
@@ -94,12 +99,13 @@ def space_of(
     forced = terms.constraints.forced()
     offered = tuple(dict.fromkeys(specs + tuple(more for spec in specs for more in finer(spec))))
     known = tuple(dict.fromkeys((*offered, *(spec for spec in forced if spec != NONE))))
+    names = [tensor.name for tensor in job.tensors]
     sensitivity = sensitivity_of(job, sensitivity)
     asked = terms.error_budget is not None or terms.for_exactness > 0
     if sensitivity is None and asked:
         sensitivity = normal_sensitivity(known, momentum=job.meta.get(MOMENTUM))
     elif sensitivity is not None:
-        known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec))
+        known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec, names))
     ledger = Ledger(
         job.tensors, job.cluster, known, sensitivity, terms.budgets,
         storage=terms.residual_dtype, transactional=terms.transactional,

@@ -102,7 +102,7 @@ def _settle(
         other = _other(evaluator, strategy, pair, index)
         offered = evaluator.candidates.distinct(unit.size, leaves_of(leaves, unit), prune=True)
         numbers = [number for number in offered if evaluator.candidates.choices[number] != other]
-        if ledger is not None and ledger.budgets.binds:
+        if ledger is not None:
             numbers = _affordable(evaluator, strategy, index, numbers, ledger)
         if not numbers:
             continue

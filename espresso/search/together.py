@@ -16,7 +16,7 @@ from espresso.search.local_search import Guide, LocalSearch
 
 def _each(units: int, at_once: int, tried: int) -> int:
     """Leaves of each of so many at once, of so many units, that can be tried."""
-    number = math.comb(units, at_once)
+    number = math.comb(units, at_once) if at_once else 0
     return int((tried / number) ** (1 / at_once)) - 1 if number else 0  # what a unit has is tried too
 
 
@@ -81,7 +81,8 @@ def _offered(evaluator: Evaluator, led: Guide, leaves: Leaves, few: Wholes, most
         listed = led.lists[unit][led.lists[unit] >= 0] if led.ledger is not None else np.empty(0, dtype=np.int64)
         for prune in (True, False):
             if len(listed) < most:
-                more = np.setdiff1d(candidates.distinct(size, mine, prune=prune), listed)
+                more = candidates.distinct(size, mine, prune=prune)
+                more = more[~np.isin(more, listed)]
                 listed = np.append(listed, more[np.argsort(candidates.alone_us(more), kind="stable")])
         if led.ledger is not None:
             listed = _by_kind(led.ledger.kinds_of(candidates.choices[number] for number in listed), listed)
