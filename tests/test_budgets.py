@@ -24,7 +24,7 @@ from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import simulate
 from espresso.search.bounds import certify
-from espresso.search.budgets import Budgets, Ledger, residual_bytes
+from espresso.search.budgets import Budgets, Ledger, narrower, residual_bytes
 from espresso.search.candidates import every_choice, units_of
 from espresso.search.error_budget import (
     TOO_MUCH,
@@ -236,6 +236,15 @@ def test_packing_takes_what_the_casts_take():
         assert costs.decode_us(narrow, device, 5e5) == costs.decode_us(TOY, device, 5e5)
     assert costs.encode_us(narrow, Device.SERVER, 5e5) == costs.encode_us(TOY, Device.SERVER, 5e5)
     assert costs.encode_us(TOY.kept_as("int8"), Device.TRAINING, 5e5) == costs.encode_us(TOY, Device.TRAINING, 5e5)
+
+
+def test_narrow_residuals_are_no_choice_where_packing_has_no_cost_on_some_device():
+    """They would be free there."""
+    casts = tuple(cost for cost in compute(0.2, 0.3, name="bf16") if cost.device is Device.TRAINING)
+    job = make_job([40_000], [0], beta=20.0, costs=compute(1.0, 1.0) + casts)
+    assert narrower(TOY, job, "float32") == ()
+    everywhere = make_job([40_000], [0], beta=20.0, costs=compute(1.0, 1.0) + compute(0.2, 0.3, name="bf16"))
+    assert narrower(TOY, everywhere, "float32") == (TOY.kept_as("bf16"),)
 
 
 def test_without_a_budget_nothing_changes():

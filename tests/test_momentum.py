@@ -120,6 +120,13 @@ def test_what_a_narrow_raw_tensor_rounds_off_is_not_kept_for_good(played):
         assert left == 0.0
 
 
+def test_what_is_owed_waits_while_payloads_hold_velocities(played):
+    """Of plain numbers too: they are no plain step that sends it."""
+    for before, after in played(owed_beside_plain_payloads):
+        assert before > 0
+        assert after == before
+
+
 def test_warm_up_changes_the_ratio_on_all_ranks_at_the_same_step(played):
     for sent, by_count, message in played(warm_up):
         assert sent[0] == sent[1] > 2 * sent[2] > 2 * sent[3]
@@ -439,6 +446,20 @@ def drained_into_bfloat16(rank: int) -> tuple[float, float]:
     return float(np.abs(sent + kept - total).max()), left
 
 
+def owed_beside_plain_payloads(rank: int) -> tuple[float, float]:
+    """What is owed after two lossy steps, and after one more of which payloads hold every number."""
+    buckets = make_buckets({"a": 3000})
+    exchange = Exchange(1).renew(correction=RULES["plain"])
+    lossy = Assignment(strategy(buckets, raw=()))
+    exact = Assignment(strategy_of(buckets, TWO, Choice(parse_option(ALLGATHER), NONE)))
+    owed = []
+    for step, assignment in enumerate((lossy, lossy, exact)):
+        exchange.step(assignment, buckets, gradients(buckets, rank, step))
+        owed.append(float(np.abs(held(exchange.store, numels_of(buckets))["a"]).sum()))
+    exchange.close()
+    return owed[1], owed[2]
+
+
 # -- the state -------------------------------------------------------------------------------------
 
 
@@ -536,7 +557,7 @@ def outcome(optimizer: torch.optim.Optimizer) -> str:
 
 SCENARIOS = (
     against_the_oracle, every_family, velocity_sites, everything_sent, replanned, worth_of_velocities,
-    drained_into_bfloat16, warm_up, warm_up_automatic, optimizers,
+    drained_into_bfloat16, owed_beside_plain_payloads, warm_up, warm_up_automatic, optimizers,
 )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ def test_what_is_lent_stays_as_it_was(storage: str, transactional: bool, gain: f
     changes = (
         iterate,
         lambda: (iterate(), iterate(), iterate()),
-        lambda: residual.add(0, np.ones(5, np.float32)),
+        lambda: residual.add([(0, np.ones(5, np.float32))]),
         lambda: store.rescale({"a": 0.5}),
         lambda: store.load({}, {}, {}),
     )

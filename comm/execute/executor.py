@@ -294,6 +294,8 @@ class Executor:
         elif iteration.drains and record.finite:
             owing = set(strategy.choices) if self._owing is None else self._owing
             sent = {slot.tensor for bucket in record.buckets for slot in bucket.slots}
+            if self.velocities is not None:  # then what a payload holds is velocity, and what is owed waits
+                sent -= strategy.in_payloads
             if self._asks_who_owes(iteration):
                 sent.difference_update(*self._groups.all_objects(sorted(self.store.unsent)))
             self._in_vain = 0 if owing & sent else self._in_vain + 1
@@ -491,7 +493,7 @@ class Executor:
         self._stopped.set()
         unjudged, self._unjudged = self._unjudged, None
         if self.error is None and unjudged is not None:
-            with suppress(EspressoError):  # a payload that was malformed is of no use to anybody now
+            with suppress(Exception):  # a malformed payload, a device that failed: of no use to anybody now
                 self._settle(unjudged)
         iteration = self._iteration
         threads = self.lanes.close()  # first: a lane that completes a future in this moment has not failed

@@ -98,8 +98,8 @@ class Programs:
         assert assignment.buckets is not None
         assert assignment.order is not None
         if self._of_plan is None or self._of_plan[0] is not assignment:
+            self.forget()  # first: a job whose memory is nearly full has no room for the buffers of both
             compiled = self._compile(assignment.strategy, assignment.buckets, assignment.order)
-            self._of_bucket.clear()
             self._adopt(compiled, None)
             self._of_plan = (assignment, compiled)
         return self._of_plan[1]

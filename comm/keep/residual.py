@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,18 +209,21 @@ class Residual:
         whole = self.memory.tensor(self.old)
         return [whole.index_select(0, torch.from_numpy(places).to(whole.device, non_blocking=True)) for places in where]
 
-    def add(self, start: int, values: Array) -> None:
-        """Add host numbers to what is kept of a stretch; one more rounding where it is packed."""
+    def add(self, parts: Iterable[tuple[int, Array]]) -> None:
+        """Add host numbers to what is kept from each place on; one more rounding where it is packed."""
         self._take_back()
         kept = self.old
-        self.memory.add(kept, start, values if self.gain == 1 else values * values.dtype.type(self.gain))
+        for start, values in parts:
+            self.memory.add(kept, start, values if self.gain == 1 else values * values.dtype.type(self.gain))
         self.old = kept
 
-    def scale(self, start: int, numel: int, factor: float) -> None:
-        """Multiply what is kept of a stretch; the same."""
+    def scale(self, factors: Mapping[str, float]) -> None:
+        """Multiply what is kept of the named tensors; the same."""
         self._take_back()
         kept = self.old
-        kept[start : start + numel] *= factor
+        for run, start in zip(self.runs, self.starts, strict=True):
+            if run.tensor in factors:
+                kept[start : start + run.numel] *= factors[run.tensor]
         self.old = kept
 
     def clear(self) -> None:

@@ -253,8 +253,9 @@ class ResidualStore:
         """Copies of what these hold; their buffers are gone then."""
         pieces: dict[Address, list[Piece]] = {}
         for residual in residuals:
+            kept = residual.read(0, residual.size)  # once: of packed numbers all are unpacked for it
             for _, run, at in _stretches([residual]):
-                piece = (run.tensor_start, residual.read(at, run.numel), residual.replica)
+                piece = (run.tensor_start, kept[at : at + run.numel], residual.replica)
                 pieces.setdefault((run.tensor, residual.site), []).append(piece)
             residual.end()
         return pieces
@@ -271,9 +272,9 @@ class ResidualStore:
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply everything kept of the named tensors; for when the units of a gradient change (a loss weight,
         a learning rate). Only between iterations."""
-        for residual, run, at in _stretches(self.live):
-            if run.tensor in factors:
-                residual.scale(at, run.numel, factors[run.tensor])
+        for residual in self.live:
+            if any(run.tensor in factors for run in residual.runs):
+                residual.scale(factors)
         for tensor in self.carry.keys() & factors.keys():
             self.carry[tensor] *= factors[tensor]
         for (tensor, _), parts in self._waiting.items():
@@ -362,6 +363,7 @@ class ResidualStore:
         It goes to the tensor's local site, which encodes this rank's own contribution, or else is carried.
         """
         stretches = list(_stretches(targets))
+        added: dict[int, tuple[Residual, list[tuple[int, Array]]]] = {}
         for (tensor, site), parts in pieces.items():
             for start, values, replica in parts:
                 left = [(start, start + values.size)]
@@ -372,9 +374,12 @@ class ResidualStore:
                         kept, left = _cut(left, run.tensor_start, run.tensor_start + run.numel)
                         for low, high in kept:
                             part = values[low - start : high - start].astype(residual.dtype, copy=False)
-                            residual.add(at + low - run.tensor_start, part)
+                            mine = added.setdefault(id(residual), (residual, []))[1]
+                            mine.append((at + low - run.tensor_start, part))
                 for low, high in left if replica == 0 else ():
                     self.add_carry(tensor, low, values[low - start : high - start], numels[tensor])
+        for residual, every in added.values():  # at once: packed numbers are all unpacked for it
+            residual.add(every)
 
 
 def _heirs(old: Sequence[Residual], fresh: Sequence[Residual]) -> dict[int, Residual]:

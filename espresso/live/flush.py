@@ -30,7 +30,8 @@ class Flush:
 
     def begin(self, plain: Strategy) -> None:
         """Have all that is owed sent from the next iteration on."""
-        self.assignment, self._steps_left = Assignment(plain), MOST_FLUSHES
+        # One whose step is still to be judged goes on: the step is known by it.
+        self.assignment, self._steps_left = self.assignment or Assignment(plain), MOST_FLUSHES
 
     def took(self, record: Record, executor: Executor) -> bool:
         """Take note of an iteration; whether it was one of the flush."""

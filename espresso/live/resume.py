@@ -113,6 +113,7 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     session.store.load(residuals, kept.residuals.carry, numels)
     if session.velocities is not None:
         session.velocities.load(velocities, kept.velocities.carry, numels)
+    session.runtime.place.settle()  # lanes read it on other streams
     dropped = found.dropped
     if session.velocities is None and (velocities or kept.velocities.carry):
         dropped += ("the velocities of momentum correction, which this job does not do",)

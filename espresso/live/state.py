@@ -472,4 +472,7 @@ def _close_all() -> None:
                 " ignores ddp_comm_hook on the CPU; espresso.integrations.lightning does not)",
                 state,
             )
-        state.close()
+        try:
+            state.close()
+        except Exception:  # the other models' ranks are to hear that they end as well
+            logger.exception("closing %r", state)

@@ -228,11 +228,13 @@ def bytes_kept(spec: CompressorSpec, storage: str, transactional: bool) -> float
 
 
 def narrower(spec: CompressorSpec, job: Job, storage: str) -> tuple[CompressorSpec, ...]:
-    """The compressor with its residual in fewer bits than the job keeps them in, where it is known what that takes."""
+    """The compressor with its residual in fewer bits than the job keeps them in, where it is known what that takes on
+    every device that it has.
+    """
     if spec.residual_dtype or not keeps_back(spec):
         return ()
-    dtypes = RESIDUAL_DTYPES[RESIDUAL_DTYPES.index(storage) + 1 :]
-    return tuple(spec.kept_as(dtype) for dtype in dtypes if job.costs.devices(CompressorSpec(dtype)))
+    dtypes, devices = RESIDUAL_DTYPES[RESIDUAL_DTYPES.index(storage) + 1 :], set(job.costs.devices(spec))
+    return tuple(spec.kept_as(dtype) for dtype in dtypes if devices <= set(job.costs.devices(CompressorSpec(dtype))))
 
 
 @lru_cache(maxsize=256)
