@@ -270,7 +270,7 @@ def _searched(
         left -= _sweep(other, left // 3) if effort.starts == 1 else _descend(other, left // 3, 1)
         rows.append(other)
     # Where a budget is spent single units cannot move: a part is kept for several at once.
-    for_few = max(left, 0) // 3 if rows[0].relaxation.has_budget else 0
+    for_few = max(left, 0) // 3 if rows[0].relaxation.has_budget and len(_few(rows[0], effort.together)) else 0
     left -= for_few
     for row in sorted(rows, key=lambda row: row.makespan_us)[: effort.starts]:
         if left > 0:
@@ -352,13 +352,15 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
     return search.spent
 
 
+def _few(row: _Size, tried: int) -> Wholes:
+    """Units that are moved together: the giants, and under budgets all where their pairs are not too many."""
+    units = len(row.strategy)
+    return np.arange(units) if row.relaxation.has_budget and pairs_fit(units, tried) else row.relaxation.giants
+
+
 def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
-    """Improve by several giants at once, under budgets by several of all units where their pairs are not too many;
-    returns the events that it took.
-    """
-    few, units = row.relaxation.giants, len(row.strategy)
-    if row.relaxation.has_budget and pairs_fit(units, tried):
-        few = np.arange(units)
+    """Improve by a few units at once; returns the events that it took."""
+    few = _few(row, tried)
     row.makespan_us, events = move_together(
         row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip
