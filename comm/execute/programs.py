@@ -112,12 +112,13 @@ class Programs:
         """
         found = self._of_bucket.get(bucket)
         if found is None or found.strategy is not strategy or not self._keeps(found):
-            found = self._compile(strategy, (bucket,))
-            self._of_plan = None
+            tensors = {slot.tensor for slot in bucket.slots}
+            found = self._of_plan = None  # first, as above
             # What another bucket planned of the same tensors is no longer theirs, here or at servers.
             others = self._of_bucket.items()
-            self._of_bucket = {b: c for b, c in others if c.numels.keys().isdisjoint(found.numels)}
-            self._adopt(found, found.numels.keys())
+            self._of_bucket = {b: c for b, c in others if c.numels.keys().isdisjoint(tensors)}
+            found = self._compile(strategy, (bucket,))
+            self._adopt(found, tensors)
             self._of_bucket[bucket] = found
         return found
 
