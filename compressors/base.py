@@ -298,6 +298,16 @@ class Codec(Protocol):
         ...
 
 
+class DitheringCodec(Codec, Protocol):
+    """A codec that can be made to round without bias: casts and whole numbers."""
+
+    def dither(self, encoding: Encoding) -> None:
+        """Move the numbers of the source, in place and at random by the key, by up to half of what they are apart once
+        encoded. Encoded then, each is on average what it was.
+        """
+        ...
+
+
 @runtime_checkable
 class SummableCodec(Codec, Protocol):
     """A codec whose payload can also be a plain vector of numbers that a reduction adds up."""

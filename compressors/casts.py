@@ -40,6 +40,8 @@ class Cast(BaseCompressor):
 
     traits: ClassVar[Traits] = Traits(summable=True, error_feedback=False)
     value_dtype: ClassVar[str]
+    fraction: ClassVar[int]
+    """Bits of a number behind its first."""
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """Count unused; two bytes a number."""
@@ -57,6 +59,7 @@ class Fp16(Cast):
     name: ClassVar[str] = "fp16"
     algorithm: ClassVar[int] = 1
     value_dtype: ClassVar[str] = "float16"
+    fraction: ClassVar[int] = 10
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,4 @@ class Bf16(Cast):
     name: ClassVar[str] = "bf16"
     algorithm: ClassVar[int] = 2
     value_dtype: ClassVar[str] = "bfloat16"
+    fraction: ClassVar[int] = 7

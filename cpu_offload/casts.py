@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Array, Layout
+from espresso.compressors.base import Array, Encoding, Layout
 from espresso.compressors.casts import Cast
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, SummableHostCodec
+from espresso.cpu_offload.dither import dither
 from espresso.cpu_offload.jit import Scalar, kernel, room
 from espresso.cpu_offload.kernels import BLOCK, all_finite, clear_block, fetch_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
@@ -185,6 +186,10 @@ class HostCast(SummableHostCodec):
         self._decode(call, call.work.all_chunks)
         infinity = np.uint16(0x7C00 if self._is_half else 0x7F80)
         return bool(all_finite(call.payload.view(np.uint16), infinity))
+
+    def dither(self, encoding: Encoding) -> None:
+        """As :class:`espresso.compressors.base.DitheringCodec` says."""
+        dither(self, encoding, 0, 2.0**self.compressor.fraction)
 
     @property
     def _is_half(self) -> bool:

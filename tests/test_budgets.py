@@ -231,7 +231,7 @@ def test_packing_takes_what_the_casts_take():
     costs = make_job([1], [0], costs=compute(1.0, 1.0) + compute(0.2, 0.3, name="bf16")).costs
     for device in (Device.TRAINING, Device.OFFLOAD):
         alone = costs.encode_us(TOY, device, 5e5)
-        packing = costs.encode_us(bf16, device, 5e5) + costs.decode_us(bf16, device, 5e5)
+        packing = 2 * costs.encode_us(bf16, device, 5e5) + costs.decode_us(bf16, device, 5e5)
         assert costs.encode_us(narrow, device, 5e5) == pytest.approx(alone + packing)
         assert costs.decode_us(narrow, device, 5e5) == costs.decode_us(TOY, device, 5e5)
     assert costs.encode_us(narrow, Device.SERVER, 5e5) == costs.encode_us(TOY, Device.SERVER, 5e5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from espresso.compressors import (
     cuda_codec,
     host_codec,
 )
+from espresso.compressors.base import DitheringCodec
 from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_of, sources
 from espresso.compressors.cuda.codec import CudaSummableCodec
 from espresso.compressors.cuda.runtime import CubinCache
@@ -83,6 +84,26 @@ def libraries() -> None:
 
 def test_every_id_has_a_gpu_codec() -> None:
     assert [name for name in compressor_ids() if not has_cuda(name)] == []
+
+
+@needs_compiler
+@both
+@pytest.mark.parametrize("spec", ["bf16:raw_below=1", "int8:raw_below=1"])
+def test_numbers_are_moved_as_on_the_host_before_they_are_rounded(spec: str, dtype: Any) -> None:
+    compressor, key = create(spec), DrawKey(seed=1, step=2**40 + 3, site=3, rank=2)
+    layout, starts = make_layout(compressor, (7, 256, 1021, 5003), dtype)
+    source = numbers(int(starts[-1] + 5003), dtype, 1)
+    source[[3, 300, 900]] = np.inf, np.nan, 0
+    found = []
+    for codec in (host_codec(compressor), cuda_codec(compressor, EmulatedDevice(order=2))):
+        moved = source.copy()
+        cast(DitheringCodec, codec).dither(Encoding(layout, moved, starts, key=key))
+        found.append(moved)
+    assert found[0].tobytes() == found[1].tobytes()
+    inside = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, layout.numels, strict=True)])
+    finite = inside[np.isfinite(source[inside])]
+    assert np.isfinite(found[0][finite]).all()
+    assert 0.5 < np.mean(found[0][finite] != source[finite]) < 1.0
 
 
 GAIN = 0.3

@@ -215,7 +215,7 @@ def test_narrow_residuals_are_those_of_the_host(storage: str) -> None:
         for step in range(2):
             new = residual.feedback(np.zeros(1, np.int64)).new
             new[:] = memory.here(numbers(len(new), np.float32, step))
-            residual.settle()
+            residual.settle(DrawKey(step=step))
             residual.commit()
         kept.append(
             [residual.read(start, run.numel).tobytes() for run, start in zip(runs, residual.starts, strict=True)]

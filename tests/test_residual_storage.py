@@ -18,7 +18,7 @@ from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.residual import _Packer
 from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import create, host_codec
-from espresso.compressors.base import Decoding, Encoding, Segment
+from espresso.compressors.base import Decoding, DrawKey, Encoding, Segment
 from espresso.strategies import RESIDUAL_DTYPES, Choice, CompressorSpec, Run, Site, parse_option
 from tests.test_conservation import SHAPES, SIZES, TWO_BY_TWO, Books, check_replicas, imbalance
 
@@ -30,13 +30,13 @@ def bound(storage: str, left: np.ndarray, starts: tuple[int, ...]) -> np.ndarray
     if storage == "float32":
         return np.zeros(left.size)
     if storage == "bf16":
-        return 2.0**-8 * np.abs(left)
+        return 2.0**-7 * np.abs(left)
     lost = np.zeros(left.size)
     for run, start in zip(RUNS, starts, strict=True):
         for low in range(start, start + run.numel, 256):
             block = slice(low, min(low + 256, start + run.numel))
-            lost[block] = np.abs(left[block]).max() / 254
-    return lost * (1 + 1e-5)
+            lost[block] = np.abs(left[block]).max() / 126
+    return lost
 
 
 @pytest.mark.parametrize("storage", ["float32", "bf16", "int8"])
@@ -59,7 +59,7 @@ def test_the_law_holds_up_to_what_is_stated(storage: str, transactional: bool) -
         codec.encode(Encoding(layout, gradient, starts, feedback=feedback), payload[0])
         codec.decode(Decoding(layout, out, starts), payload)
         left = feedback.new.copy()
-        residual.settle()
+        residual.settle(DrawKey(step=step))
         store.commit()
         lost = (left - residual.old)[residual_places(residual.starts)]
         assert (np.abs(lost) <= bound(storage, left, residual.starts)[residual_places(residual.starts)]).all()
@@ -81,6 +81,30 @@ def residual_places(starts: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_steady_gradient_is_not_lost_in_the_rounding(storage: str, dtype: type) -> None:
+    """What is added is a thousandth of what is kept, less than half of what narrow numbers are apart there."""
+    size, steps = 1024, 1000
+    store = ResidualStore(storage=storage, gain=1 / 16)
+    residual = store.new_residual(Site.LOCAL, (Run("a", 0, 0, 0, size),), dtype, 0)
+    store.adopt([residual], {"a": size})
+    starts, codec = np.array(residual.starts), host_codec(create("topk:ratio=0.01"))
+    layout = codec.compressor.layout([Segment("a", 0, size)], dtype)
+    payload, out = np.zeros((1, layout.num_bytes), np.uint8), np.zeros(size, dtype)
+    gradient, sent = np.exp(numbers(size, dtype)), np.zeros(size)
+    for step in range(steps):
+        encoding = Encoding(layout, gradient, starts, feedback=residual.feedback(starts))
+        codec.encode(encoding, payload[0])
+        codec.decode(Decoding(layout, out, starts), payload)
+        residual.settle(DrawKey(step=step))
+        store.commit()
+        sent += out
+    given = steps * gradient.astype(np.float64)
+    lost = np.linalg.norm(sent + residual.read(0, size) - given) / np.linalg.norm(given)
+    assert 0 < lost < {"bf16": 0.05, "int8": 0.1}[storage]
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
 def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     store = ResidualStore(storage=storage)
     residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
@@ -88,7 +112,7 @@ def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     residual.old = numbers(residual.old.size, np.float32)
     before = residual.old
     residual.feedback(np.array(residual.starts)).new[:] = np.nan
-    residual.settle()
+    residual.settle(DrawKey())
     store.discard()
     assert np.array_equal(residual.old, before)
     other = ResidualStore(storage=storage)
@@ -109,7 +133,7 @@ def test_of_what_a_discarded_iteration_overwrote_only_what_is_not_finite_goes(st
     written = residual.feedback(np.array(residual.starts)).new
     written[:] = np.random.default_rng(0).uniform(0.5, 1.0, written.size)
     written[[3, 700]] = np.nan, np.inf
-    residual.settle()
+    residual.settle(DrawKey())
     store.discard()
     places = residual_places(residual.starts)
     assert [int(at) for at in places if residual.old[at] == 0] == [3, 700]
@@ -131,11 +155,11 @@ def test_what_a_step_holds_for_a_later_one_is_not_its_neighbours(storage: str) -
     mine.hold()
     for buffer in (other.feedback(at).old, other.feedback(at).new):
         buffer[:] = 7
-    other.settle()
+    other.settle(DrawKey())
     again = mine.feedback(at)
     assert np.array_equal(again.old[inside], kept[inside])
     assert np.array_equal(again.new[inside], written[inside])
-    mine.settle()
+    mine.settle(DrawKey())
     mine.commit()
     assert (np.abs(mine.old - written) <= bound(storage, written, mine.starts))[inside].all()
 
@@ -150,6 +174,18 @@ def test_the_budget_is_reported_and_wrong_settings_are_named(caplog: pytest.LogC
 
 
 def run_stored(rank: int, storage: str) -> object:
+    close, draws = _Packer.close, list[DrawKey]()
+
+    def noted(packer: _Packer, payload: np.ndarray, key: DrawKey, **how: bool) -> None:
+        draws.append(key)
+        close(packer, payload, key, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Packer, "close", noted)
+        return run_exchange(rank, storage), draws
+
+
+def run_exchange(rank: int, storage: str) -> object:
     exchange = Exchange(2)
     exchange.warm_up({"topk:ratio=0.05"})
     exchange.store.storage = storage
@@ -168,8 +204,11 @@ def run_stored(rank: int, storage: str) -> object:
 @pytest.mark.parametrize(("storage", "allowed"), [("bf16", 0.3), ("int8", 0.6)])
 def test_the_executor_keeps_narrow_residuals_at_every_site(storage: str, allowed: float) -> None:
     """Six steps at three sites of four ranks: the imbalance is that of roundings, far below what is kept."""
-    ledgers = POOL.run(run_stored, storage)
+    ledgers, draws = zip(*POOL.run(run_stored, storage), strict=True)
     check_replicas(ledgers)
+    for rank, keys in enumerate(draws):
+        assert len({key.step for key in keys}) == 6
+        assert {key.rank for key in keys} == {rank}
     assert 0 < imbalance(ledgers) < allowed
     assert imbalance(ledgers, residuals=0.0) > 5 * allowed
 
@@ -186,7 +225,7 @@ def test_what_is_lent_stays_as_it_was(storage: str, transactional: bool, gain: f
 
     def iterate() -> None:
         residual.feedback(np.array(residual.starts)).new[:] = 3.0
-        residual.settle()
+        residual.settle(DrawKey())
         store.commit()
 
     changes = (
@@ -220,7 +259,7 @@ def test_lending_copies_nothing_and_costs_a_buffer_only_as_long_as_it_is_held() 
     assert {id(stretch.loan.kept) for stretch in lent} == {kept}
     for _ in range(3):
         residual.feedback(starts).new[:] = 3.0
-        residual.settle()
+        residual.settle(DrawKey())
         store.commit()
     assert len(buffers_now() & buffers) == 1, "the one that is lent is in no use"
     del lent
@@ -228,7 +267,7 @@ def test_lending_copies_nothing_and_costs_a_buffer_only_as_long_as_it_is_held() 
     store.lend()
     for _ in range(3):
         residual.feedback(starts).new[:] = 3.0
-        residual.settle()
+        residual.settle(DrawKey())
         store.commit()
     assert buffers_now() == buffers
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import exchange
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import HostMemory
+from espresso.compressors import DrawKey
 from espresso.strategies import Run, Site
 
 NUMELS = {"a": 100, "b": 50}
@@ -28,7 +29,7 @@ def write(residual, values) -> None:
     for r, start in zip(residual.runs, residual.starts, strict=True):
         buffer[start : start + r.numel] = values[position : position + r.numel]
         position += r.numel
-    residual.settle()
+    residual.settle(DrawKey())
 
 
 def kept_by(residual) -> list[float]:
@@ -107,7 +108,7 @@ def test_without_transactions_no_inf_stays(storage):
     feedback = residual.feedback(np.array(residual.starts))
     feedback.new[:] = 2.0
     feedback.new[3:6] = np.inf, -np.inf, np.nan
-    residual.settle()
+    residual.settle(DrawKey())
     store.discard()
     kept = held(store).get("a", np.zeros(100))
     assert np.isfinite(kept).all()

@@ -6,10 +6,12 @@ rounding loses, in every iteration and for every element, and no more::
     sum sent + e_T + sum of r_t = sum given + e_0
 
     float32   r = 0
-    bf16      |r| <= 2^-8 |e|                    half the memory
-    int8      |r| <= max |e| of its block / 254  a quarter, and 1/64: blocks of 256
+    bf16      |r| < 2^-7 |e|                     half the memory
+    int8      |r| < max |e| of its block / 126   a quarter, and 1/64: blocks of 256
 
-where e is what the encoder left. The residual that was lost is gone; error feedback goes on from what was kept.
+where e is what the encoder left. What was lost is gone; error feedback goes on from what was kept. Rounding goes up or
+down at random, and on average loses nothing: to the nearest, a residual would stop to grow where a gradient is less
+than half of what numbers are apart there, which with a gain below 1 takes a sparsifier most of a steady gradient.
 
 Encoders may hold part of it back (``gain``, see :class:`espresso.compressors.Feedback`): the buffers then hold
 gain * e, what the next iteration adds. Everything that leaves this file (``read``, ``add``, the norm) is e itself.
@@ -21,7 +23,7 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,7 @@ import torch
 
 from espresso.comm.memory import HostMemory, Memory
 from espresso.compressors import Segment, create
-from espresso.compressors.base import Decoding, Encoding, Feedback, Starts
+from espresso.compressors.base import Decoding, DitheringCodec, DrawKey, Encoding, Feedback, Starts
 from espresso.strategies import RESIDUAL_DTYPES, Run, Site
 
 Array = npt.NDArray[Any]
@@ -86,11 +88,12 @@ class Residual:
         memory: where its step runs.
         transactional: whether an iteration may be discarded.
         gain: the part of what was not sent that the next iteration adds.
+        holds: whether encoders :meth:`hold`: what is packed has an unpacked twin then.
     """
 
     def __init__(
         self, site: Site, runs: tuple[Run, ...], starts: tuple[int, ...], dtype: Any, replica: int, memory: Memory, *,
-        transactional: bool = True, gain: float = 1.0, storage: str = FULL,
+        transactional: bool = True, gain: float = 1.0, storage: str = FULL, holds: bool = False,
     ) -> None:  # fmt: skip
         self.site, self.runs, self.starts, self.dtype, self.replica = site, runs, starts, dtype, replica
         self.memory, self.gain, self.storage = memory, gain, storage
@@ -103,6 +106,8 @@ class Residual:
         self._new: Array | None = None
         each = self.size * np.dtype(dtype).itemsize if self._packer is None else self._packer.num_bytes
         self.num_bytes = each * (2 if transactional else 1)
+        if holds and self._packer is not None:
+            self.num_bytes += self.size * np.dtype(dtype).itemsize
 
     def begin(self) -> None:
         """Keep zeros, in buffers of the stream that this is called on."""
@@ -153,12 +158,16 @@ class Residual:
         if self._packer is not None:
             self._packer.hold()
 
-    def settle(self) -> None:
-        """The encoder has written everything."""
+    def settle(self, key: DrawKey) -> None:
+        """The encoder has written everything.
+
+        Args:
+            key: of this iteration, for how what is kept narrowly is rounded.
+        """
         if self._packer is not None:
             if self._new is None:
                 self._take_back()
-            self._packer.close(self._old if self._new is None else self._new, for_good=not self._transactional)
+            self._packer.close(self._old if self._new is None else self._new, key, for_good=not self._transactional)
         elif not self._transactional and self._new is not None:
             self.memory.let_go(self._old)
             self._old, self._new = self._new, None
@@ -252,7 +261,7 @@ class _Packer:
     """Unpacks a residual while an encoder runs, and packs it.
 
     The room for unpacked numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual
-    that it has met, twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
+    that it has met, twice. Around the encoder's own there is a pass to unpack and two to pack, a launch each on a GPU.
 
     Attributes:
         num_bytes: of a payload.
@@ -262,7 +271,7 @@ class _Packer:
         self, memory: Memory, runs: tuple[Run, ...], starts: tuple[int, ...], size: int, dtype: Any, storage: str
     ) -> None:
         self._memory, self._size, self._dtype = memory, size, dtype
-        self._codec = memory.codec(create(f"{storage}:raw_below=1"))
+        self._codec = cast(DitheringCodec, memory.codec(create(f"{storage}:raw_below=1")))
         # Run by run: what lies between them in the rooms is anything, and must not get into a block's scale.
         segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
         self._starts = np.array(starts, np.int64)
@@ -300,13 +309,14 @@ class _Packer:
         self._held[:] = self._rooms()[1]
         self._is_open, self._holds = False, True
 
-    def close(self, payload: Array, *, for_good: bool = False) -> None:
-        """The encoder has written everything: pack it. What overwrites all that is kept has no inf or NaN, since a
-        payload with one decodes to nothing else.
+    def close(self, payload: Array, key: DrawKey, *, for_good: bool = False) -> None:
+        """The encoder has written everything: pack it, rounded without bias. What overwrites all that is kept has no inf
+        or NaN, since a payload with one decodes to nothing else.
         """
         numbers = self._rooms()[1]
         if for_good and not isinstance(self._memory, HostMemory):  # whose encoders do not wait for what they find
             _clean(numbers)
+        self._codec.dither(Encoding(self._layout, numbers, self._starts, key=key))
         if not self._pack(numbers, payload) and for_good:
             _clean(numbers)
             self._pack(numbers, payload)

@@ -140,9 +140,10 @@ class ResidualStore:
         *,
         gain: float = 1.0,
         storage: str = "",
+        holds: bool = False,
     ) -> Residual:
         """A zero residual over these runs, with the compressor's own ``gain`` unless the store has one, and kept as the
-        compressor says, if it does; it counts once ``adopt`` has been given it.
+        compressor says, if it does; it counts once ``adopt`` has been given it. ``holds`` is :class:`Residual`'s.
 
         Every run begins on a cache line, whatever its place in the bucket: encoders write residuals past
         the cache, which takes aligned addresses.
@@ -152,7 +153,7 @@ class ResidualStore:
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
         return Residual(
             site, tuple(runs), starts, dtype, replica, memory,
-            transactional=self.transactional, gain=gain, storage=storage or self.storage,
+            transactional=self.transactional, gain=gain, storage=storage or self.storage, holds=holds,
         )  # fmt: skip
 
     def kept(self, where: Mapping[str, Places], fetched: Fetched = _as_they_are) -> dict[str, Array]:

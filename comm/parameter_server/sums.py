@@ -201,7 +201,7 @@ class KeySum:
         self._codec.encode(Encoding(self._layout, self._home, self._starts, feedback=feedback, key=own), answer)
         self.written_step = step
         if residual is not None:
-            residual.settle()
+            residual.settle(own)
 
     # -- the residual, in units of the sum -------------------------------------------------------
 

@@ -112,7 +112,7 @@ def compress_payload(part: Part, index: int) -> Compiled:
         for layout, starts, kept_at, out in jobs:
             encoding = Encoding(layout, at.numbers(), starts, scale, kept.feedback(kept_at), key)
             kept.encode(codec, encoding, kept_at, out)
-        kept.settle()
+        kept.settle(key)
 
     copies = at.copies([at.of_home(flow.before.region)], [twins])
     return Compiled(held, run, copies, kept=kept)
@@ -192,7 +192,7 @@ def compress_vector(part: Part, index: int) -> Compiled:
         if not part.keeps_residual:  # divide first: the sum of a cast must not overflow
             encoding = replace(encoding, scale=encoding.scale / part.num_ranks)
         kept.around(encoding, lambda encoding: codec.encode_values(encoding, vector))
-        kept.settle()
+        kept.settle(part.key(site))
 
     copies = at.copies([at.of_home(flow.before.region)], [twins])
     return Compiled(Vector(values, placed), run, copies, kept=kept)
@@ -253,7 +253,7 @@ def compress_matrices(part: Part, index: int) -> Compiled:
         codec.encode_values(kept.advance(encoding, kept_at), vector, factors)
         residual.hold()
         if kept.velocity is not None:
-            kept.velocity.settle()
+            kept.velocity.settle(part.key(site))
 
     copies = at.copies([at.of_home(region)], [twins])
     return Compiled(Matrices((values,), placed, residual, kept_at), run, copies, kept=kept)
@@ -269,7 +269,7 @@ def transform_matrices(part: Part, index: int, held: Matrices) -> Compiled:
 
     def run() -> None:
         codec.transform_values(layout, summed, values, feedback=held.residual.feedback(held.kept_at))
-        held.residual.settle()
+        held.residual.settle(part.key(held.residual.site))
 
     return Compiled(replace(held, vectors=vectors), run, at.copies([first], [first, second]))
 

@@ -16,7 +16,7 @@ from espresso.comm.memory import Memory
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program.part import Part
-from espresso.compressors.base import Array, Bytes, Codec, Correction, Encoding, Feedback, Layout, Starts
+from espresso.compressors.base import Array, Bytes, Codec, Correction, DrawKey, Encoding, Feedback, Layout, Starts
 from espresso.compressors.momentum import MomentumCorrection
 from espresso.strategies import Run, Site, Stage
 from espresso.strategies.flow import Span
@@ -161,11 +161,11 @@ class Kept:
         for part in idle:
             feedback.new[part] = feedback.old[part]
 
-    def settle(self) -> None:
+    def settle(self, key: DrawKey) -> None:
         """All is written."""
         for residual in (self.residual, self.velocity):
             if residual is not None:
-                residual.settle()
+                residual.settle(key)
 
 
 def gain_of(part: Part) -> float:
@@ -186,7 +186,7 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     if part.keeps_residual:
         residual = _new(
             part, part.context.store, flow.before.region, flow.site, memory,
-            gain=gain_of(part), storage=part.choice.compressor.residual_dtype,
+            gain=gain_of(part), storage=part.choice.compressor.residual_dtype, holds=part.traits.rounds > 1,
         )  # fmt: skip
     if velocities is not None and part.is_first(index):
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
@@ -245,7 +245,7 @@ def _moving(part: Part, velocity: Residual, rule: Correction) -> Action:
         memory.mover.advance(rule, numels, numbers, starts, 1.0 / scale, velocity.feedback(at), numbers, starts)
         if scale != 1.0 or wide is not home.tensor:
             home.tensor.copy_(wide.mul_(scale))
-        velocity.settle()
+        velocity.settle(part.key(Site.LOCAL))
 
     return move
 

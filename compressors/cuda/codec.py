@@ -21,6 +21,7 @@ from espresso.compressors.base import Compressor, Decoding, DrawKey, Encoding, L
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.cuda.tables import Table, TableCache, Tables
+from espresso.compressors.draws import rank_salt
 from espresso.compressors.payload import FLAGS_AT, read_header
 
 THREADS = 256
@@ -223,6 +224,16 @@ class CudaCodec:
             kernel = f"decode{self.form}_{suffix(layout)}"
             self.device.launch(self.file, kernel, max(tables.num_tiles, 1), THREADS, common)
         return not self.waits or self._read(status, layout, payloads)
+
+    def _dither(self, encoding: Encoding, block: int, levels: float) -> None:
+        layout, kind = encoding.layout, encoding.layout.dtype.type
+        numbers = numbers_on(self.device, "source", encoding.source, layout)
+        tables = self._tables.tables(layout)
+        rows = self._tables.rows(layout, tables, encoding.starts, numbers.numel(), None, 0)
+        salt = np.uint64(rank_salt(encoding.key))
+        arguments = (rows, tables.tiles, np.int64(self.tile), numbers, np.int32(block), kind(levels), salt)
+        if tables.num_tiles:
+            self.device.launch("dither.cu", f"dither_{suffix(layout)}", tables.num_tiles, THREADS, arguments)
 
     def _launch_encode(
         self, call: EncodeCall, kernel: str, more: Sequence[Any], *, grid: int | None = None, threads: int = THREADS

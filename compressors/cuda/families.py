@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from espresso.compressors.base import DrawKey, Layout, Starts
+from espresso.compressors.base import DrawKey, Encoding, Layout, Starts
 from espresso.compressors.blockwise import NEARLY, TINY, Blockwise, Codes
 from espresso.compressors.casts import Cast
 from espresso.compressors.cuda.codec import TILE, CudaCodec, CudaSummableCodec, EncodeCall
@@ -46,6 +46,10 @@ class CudaCast(CudaSummableCodec):
         """In a vector raw segments are cast as well."""
         rows[:, RAW] = 0
 
+    def dither(self, encoding: Encoding) -> None:
+        """As :class:`espresso.compressors.base.DitheringCodec` says."""
+        self._dither(encoding, 0, 2.0**self.compressor.fraction)
+
 
 class CudaBlockwise(CudaCodec):
     """``int8``, ``int4`` and ``fp8`` with the residual fused."""
@@ -64,6 +68,10 @@ class CudaBlockwise(CudaCodec):
     def arguments(self, layout: Layout, key: DrawKey) -> tuple[Any, ...]:
         """Block and levels."""
         return np.int32(self.compressor.block), np.int32(self.compressor.levels)
+
+    def dither(self, encoding: Encoding) -> None:
+        """As :class:`espresso.compressors.base.DitheringCodec` says, for whole numbers."""
+        self._dither(encoding, self.compressor.block, self.compressor.levels)
 
 
 LANES = 128

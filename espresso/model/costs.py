@@ -268,8 +268,11 @@ class CostModel:
         )
 
     def _with_packing(self, cost: ComputeCost, dtype: str) -> ComputeCost:
-        """An encode whose residual is unpacked before it and packed after it, by the casts' own codecs."""
-        casts = [self._by_key.get((dtype, cost.device, op)) for op in COMMON_OPS]
+        """An encode whose residual is unpacked before it and packed after it, by the casts' own codecs.
+
+        To round without bias is one more pass over what is packed: it counts as another encode.
+        """
+        casts = [self._by_key.get((dtype, cost.device, op)) for op in (*COMMON_OPS, Op.ENCODE)]
         parts = [cost, *(cast for cast in casts if cast is not None)]
         if len(parts) == 1:
             return cost

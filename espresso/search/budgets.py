@@ -25,7 +25,7 @@ from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.links import JobError
 from espresso.search.candidates import Unit
-from espresso.search.error_budget import Sensitivity, keeps_back
+from espresso.search.error_budget import Sensitivity, has_rounds, keeps_back
 from espresso.strategies import (
     DTYPES,
     NONE,
@@ -49,6 +49,8 @@ MOST_REMEMBERED, MOST_LISTS = 1 << 16, 64
 UNKNOWN = 1e15
 ROUNDING = 1e-9
 """Sums round; a budget gives this much of itself."""
+
+FULL = RESIDUAL_DTYPES[0]
 
 BYTES_KEPT = dict(zip(RESIDUAL_DTYPES, (4.0, 2.0, 1.0 + 4 / 256), strict=True))
 """Of an element of a residual, by how it is stored; twice as many where steps can be undone."""
@@ -108,7 +110,7 @@ class Ledger:
         sensitivity: Sensitivity | None,
         budgets: Budgets,
         *,
-        storage: str = RESIDUAL_DTYPES[0],
+        storage: str = FULL,
         transactional: bool = True,
     ) -> None:
         if sensitivity is None and budgets.error < math.inf:
@@ -187,7 +189,7 @@ class Ledger:
 
     def _elements(self, dtype: str) -> Mapping[str, int]:
         """By tensor: numbers of the usual width."""
-        return self._words if dtype == RESIDUAL_DTYPES[0] else self._numel
+        return self._words if dtype == FULL else self._numel
 
     def knows(self, choices: Iterable[Choice]) -> bool:
         """Whether it is known what all of these owe."""
@@ -223,8 +225,13 @@ def _words(dtype: str) -> int:
 
 
 def bytes_kept(spec: CompressorSpec, storage: str, transactional: bool) -> float:
-    """What an element of a compressor's residual takes in a job that keeps them so."""
-    return BYTES_KEPT[spec.residual_dtype or storage] * (2 if transactional else 1)
+    """What an element of a compressor's residual takes in a job that keeps them so.
+
+    Of one that a compressor of several rounds keeps narrowly there is an unpacked twin between its rounds.
+    """
+    kept = spec.residual_dtype or storage
+    twin = BYTES_KEPT[FULL] if kept != FULL and has_rounds(spec) else 0.0
+    return BYTES_KEPT[kept] * (2 if transactional else 1) + twin
 
 
 def narrower(spec: CompressorSpec, job: Job, storage: str) -> tuple[CompressorSpec, ...]:
@@ -306,7 +313,7 @@ def residual_bytes(plan: Plan, rank: int, storage: str, transactional: bool) -> 
             start, stop = flow.before.region
             runs = group.segments(part.start + start, part.start + stop)
             elements = sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
-            if (group.choice.compressor.residual_dtype or storage) == RESIDUAL_DTYPES[0]:
+            if (group.choice.compressor.residual_dtype or storage) == FULL:
                 elements *= _words(group.dtype)
             total += elements * bytes_kept(group.choice.compressor, storage, transactional)
     return total

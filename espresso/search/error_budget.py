@@ -181,6 +181,11 @@ def keeps_back(spec: CompressorSpec) -> bool:
     return create_compressor(spec).traits.error_feedback
 
 
+def has_rounds(spec: CompressorSpec) -> bool:
+    """Whether a compressor sends several vectors, each made of the last one's sum."""
+    return create_compressor(spec).traits.rounds > 1
+
+
 @dataclass(frozen=True)
 class _File:
     """A sensitivity file, below its head."""
