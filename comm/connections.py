@@ -1,4 +1,4 @@
-"""This process's TCP connections: which there are, and what those to other hosts have done, as the kernel counts it.
+"""This process's TCP connections: which there are, and what the job's among them have done, as the kernel counts it.
 
 Of a card that is thinner than the others' the connections are busy all the time that an exchange takes; the others
 send what they have and wait. No traffic of our own is needed to see that.
@@ -37,7 +37,7 @@ WIDE_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Sent:
-    """All connections to other hosts together, since they were made.
+    """Some connections together, since they were made.
 
     Attributes:
         num_bytes: acknowledged by their peers.
@@ -52,20 +52,35 @@ class Sent:
     rtt_us: float
 
 
-def sent() -> Sent | None:
-    """What was sent so far; None where there are no such connections, or the system does not tell."""
-    rows = [info for _, info in _to_other_hosts()]
-    if not rows:
-        return None
-    num_bytes, busy = sum(row.num_bytes for row in rows), sum(row.busy_us for row in rows)
-    waited = sum(row.peer_us + row.room_us for row in rows)
-    return Sent(num_bytes, float(busy), float(waited), float(median(row.rtt_us for row in rows)))
+class Tally:
+    """What this process's connections to some hosts have done; of one that was closed what was last seen of it, so that
+    no figure ever goes back.
+
+    Args:
+        hosts: their addresses. What the process sends elsewhere, a checkpoint to a store say, is none of the job's.
+    """
+
+    def __init__(self, hosts: Collection[str]) -> None:
+        self._hosts = hosts
+        self._seen: dict[int, _Info] = {}
+
+    def sent(self) -> Sent | None:
+        """So far; None where there are no such connections, or the system does not tell."""
+        for connection, _, peer, info in _to_other_hosts():
+            if peer in self._hosts:
+                self._seen[os.fstat(connection.fileno()).st_ino] = info
+        rows = list(self._seen.values())  # (a signal may have another look taken in the midst of this one)
+        if not rows:
+            return None
+        num_bytes, busy = sum(row.num_bytes for row in rows), sum(row.busy_us for row in rows)
+        waited = sum(row.peer_us + row.room_us for row in rows)
+        return Sent(num_bytes, float(busy), float(waited), float(median(row.rtt_us for row in rows)))
 
 
-def is_far() -> bool:
-    """Whether this process's connections go to hosts far away, as far as the system tells."""
-    seen = sent()
-    return seen is not None and seen.rtt_us > FAR_US
+def is_far(ends: Mapping[str, Collection[int]]) -> bool:
+    """Whether the connections with these local ends (ports by address) go far, as far as the system tells."""
+    rtts = [info.rtt_us for _, info in _with(ends)]
+    return bool(rtts) and median(rtts) > FAR_US
 
 
 def spread_bursts(ends: Mapping[str, Collection[int]]) -> int:
@@ -75,13 +90,10 @@ def spread_bursts(ends: Mapping[str, Collection[int]]) -> int:
     Nothing bounds their rate: TCP's own, a window and a fifth in a round trip, is what is kept to.
     """
     count = 0
-    for connection, info in _to_other_hosts():
+    for connection, info in _with(ends):
         if info.rtt_us <= FAR_US or info.window * info.mss <= WIDE_BYTES or not info.resent or info.limit != _UNLIMITED:
             continue
         try:
-            address, port = connection.getsockname()[:2]
-            if port not in ends.get(address.partition("%")[0], ()):
-                continue
             connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("=Q", _PACED))
         except OSError:
             continue  # closed, or a system without it
@@ -130,13 +142,22 @@ class _Info(NamedTuple):
     room_us: int
 
 
-def _to_other_hosts() -> Iterator[tuple[socket.socket, _Info]]:
+def _with(ends: Mapping[str, Collection[int]]) -> Iterator[tuple[socket.socket, _Info]]:
+    for connection, (address, port), _, info in _to_other_hosts():
+        if port in ends.get(address, ()):
+            yield connection, info
+
+
+def _to_other_hosts() -> Iterator[tuple[socket.socket, tuple[str, int], str, _Info]]:
+    """Each with its local end and its peer's address."""
     for connection in tcp_sockets():
         try:
-            if connection.getpeername()[0] == connection.getsockname()[0]:
+            (mine, port), peer = connection.getsockname()[:2], connection.getpeername()[0]
+            if peer == mine:
                 continue  # on this host
             data = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
             continue  # it only listens, or is closed by its peer
         if len(data) >= _INFO.size:
-            yield connection, _Info(*_INFO.unpack_from(data))
+            peer, mine = (address.partition("%")[0] for address in (peer, mine))  # without the card that IPv6 may name
+            yield connection, (mine, port), peer, _Info(*_INFO.unpack_from(data))

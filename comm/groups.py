@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -131,10 +131,12 @@ class Groups:
             self.alarm.meet(meeting.cards)
             self._number = meeting.number
             with self.explained(what):
+                known = local_ends()
                 self.control = self._new(self._ranks, "gloo")
+                ends = ends_since(known)
                 meeting.forget()  # everybody has read it
                 answers = self.alarm.roll_call(START_S)
-                cluster = self._find_cluster(ranks_per_node, connections)
+                cluster = self._find_cluster(ranks_per_node, connections, ends)
                 self.alarm.excuse(answers)  # everybody lives, and has asked
                 return self.control, cluster, self._make_scopes(cluster, connections if self.backend == "gloo" else 1)
 
@@ -165,6 +167,11 @@ class Groups:
     def ranks(self) -> tuple[int, ...]:
         """Everybody's rank in the world, by place in the job."""
         return self._ranks
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """The addresses from which everybody is connected."""
+        return frozenset(address for ends in self._ends for address in ends)
 
     @property
     def speaks(self) -> bool:
@@ -326,10 +333,10 @@ class Groups:
             raise EspressoError(CLOSED)
         return self.control.group
 
-    def _find_cluster(self, ranks_per_node: int | None, connections: int) -> Cluster:
+    def _find_cluster(self, ranks_per_node: int | None, connections: int, ends: Mapping[str, set[int]]) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
         mine = {"ranks_per_node": ranks_per_node, "connections": connections}
-        everybody = self.by_rank((mine, node_key(), build(), is_far()))
+        everybody = self.by_rank((mine, node_key(), build(), is_far(ends)))
         check_builds({rank: runs for rank, (_, _, runs, _) in everybody.items()})
         self._far = any(far for *_, far in everybody.values()) and self.backend == "gloo"
         check_settings({rank: settings for rank, (settings, *_) in everybody.items()})

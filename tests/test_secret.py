@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -82,6 +83,45 @@ def test_garbage_at_a_door_harms_nobody(garbage):
                 assert stranger.recv(SIZE), "put out"
         stranger.close()
     door.close()
+
+
+def drip(visit: socket.socket) -> int:
+    """Send a byte ten times a second until the other side closes; how many were sent, at most half a challenge."""
+    visit.settimeout(0.1)
+    sent = 0
+    with suppress(ConnectionError):
+        while sent < SIZE // 2:
+            sent += 1
+            visit.sendall(b"x")
+            with suppress(TimeoutError):
+                if not visit.recv(1):
+                    break
+    return sent
+
+
+def test_a_stranger_that_drips_is_put_out_in_time(monkeypatch):
+    monkeypatch.setattr("espresso.comm.parameter_server.secret._VISIT_S", 0.35)
+    door = Door("127.0.0.1", OURS)
+    with socket.create_connection(("127.0.0.1", door.port)) as stranger:
+        assert len(stranger.recv(SIZE)) == SIZE
+        assert 1 < drip(stranger) < SIZE // 2
+    door.close()
+
+
+def test_a_listener_that_drips_holds_up_no_worker():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sent: list[int] = []
+
+        def listen() -> None:
+            with listener.accept()[0] as visit:
+                sent.append(drip(visit))
+
+        dripping = threading.Thread(target=listen)
+        dripping.start()
+        with pytest.raises(LinkError, match=r"cannot reach server rank 5 at .* \(timed out\)"):
+            knock(0, 5, "127.0.0.1", listener.getsockname()[1], OURS, 0.35)
+        dripping.join()
+        assert 1 < sent[0] < SIZE // 2
 
 
 # -- connections -----------------------------------------------------------------------------------

@@ -295,6 +295,23 @@ def test_a_server_that_hears_nothing_ends_by_itself():
         assert "no message within 0.3 s" in text
 
 
+def test_a_worker_that_has_nothing_to_say_is_no_failure_while_it_lives():
+    with serving(1, silence_s=0.5) as ((transport,), (server,)):
+        send, said = transport.send, list[Op]()
+
+        def listened(channel: Channel, peer: int, tag: int, data: Any) -> Message:
+            said.append(Header.unpack(data).op)
+            return send(channel, peer, tag, data)
+
+        transport.send = listened
+        client = Client(transport, 1, sign_s=0.02)
+        assert wait_for_error(server, 1.2) == "None"
+        client.leave(5.0)
+        time.sleep(0.1)
+        assert set(said[:-1]) == {Op.LIVES}
+        assert said[-1] is Op.LEAVE  # which nothing follows
+
+
 def test_a_server_that_compiles_has_time_as_long_as_it_says_that_it_lives():
     def prepare(specs: Any, dtypes: Any) -> None:
         time.sleep(3.5)

@@ -6,21 +6,26 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from benchmarks.rank_pool import RANKS
+from espresso.comm.environment import Launch
 from espresso.comm.errors import EspressoError, ProtocolError, TopologyError
 from espresso.comm.keep.store import ResidualStore
-from espresso.comm.parameter_server import Client, Line, Link, wire
+from espresso.comm.parameter_server import Client, Line, Link, transport, wire
+from espresso.comm.parameter_server.board import MpiMail
+from espresso.comm.parameter_server.holdings import Holdings
 from espresso.comm.parameter_server.join import ServerSettings, assign_roles
 from espresso.comm.parameter_server.places import Bearing, balance, place
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import KeySum, Slots
-from espresso.comm.parameter_server.transport import Deadline, GlooTransport, wait_for
-from espresso.comm.parameter_server.wire import Flag, Header, Held, Key, Op, Stretch
+from espresso.comm.parameter_server.transport import Channel, Deadline, GlooTransport, LinkError, wait_for
+from espresso.comm.parameter_server.wire import Flag, Header, Held, Key, Op, Stretch, Table
 from espresso.compressors import create
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.live.codecs import HostCodecs
@@ -56,6 +61,23 @@ def test_a_server_gives_back_as_much_as_its_key_says_unless_the_job_does(of_job,
     summed = KeySum(key, codecs, ResidualStore(gain=of_job), 0, 0)
     assert summed.residual is not None
     assert summed.residual.gain == used
+    codecs.close()
+
+
+def test_a_key_that_moves_hands_over_what_it_kept_and_no_more():
+    spec, numel = CompressorSpec.parse("efsignsgd:raw_below=8"), 512
+    size = create(spec).layout([Segment("w", numel, numel)], np.float32).num_bytes
+    key = Key(1, 0, (0, 1), (Stretch("w", numel, numel),), "float32", spec, True, True, True, False, size, size, 0, 0)
+    table = Table(0, (0, 1), (key,), {"w": 2 * numel}, None, "s", True, None, frozenset(), 1.0)
+    codecs = HostCodecs(1)
+    holdings, kept = Holdings(0, codecs, 1), np.arange(1, numel + 1, dtype=np.float32)
+    holdings.install(table)
+    holdings.place(0, [Held("w", numel, kept)])
+    installed, _ = holdings.install(replace(table, keys=(replace(key, number=2, server=1),)))
+    (orphan,) = installed.orphans
+    assert (orphan.tensor, orphan.start, orphan.values.nbytes) == ("w", numel, kept.nbytes)
+    assert np.array_equal(orphan.values, kept)
+    assert holdings.fetch(0, frozenset(), 0, 1) == []  # it is the worker's now
     codecs.close()
 
 
@@ -144,7 +166,8 @@ def test_a_body_travels_in_pieces(monkeypatch):
     here, there = connected(2)
     kept = (Held("w", 3, np.arange(2000, dtype=np.float32)),)
     sends = wire.say(here, 1, 16, Op.ANSWER, kept)
-    header, found = wire.hear(there, 0, 16, Deadline(5.0))
+    header = wire.hear(there, 0, 16, Deadline(5.0))
+    found = wire.Body(there, 0, 16, header).read(Deadline(5.0))
     wait_for(sends, Deadline(5.0))
     assert (header.op, len(sends)) == (Op.ANSWER, 10)
     assert np.array_equal(found[0].values, kept[0].values)
@@ -199,23 +222,114 @@ def test_a_store_places_what_a_server_is_given():
     assert residual.old.tolist() == [0, 0, 1, 1, 1]
 
 
+# -- over MPI --------------------------------------------------------------------------------------
+
+
+def run_large_message() -> tuple[list[int], list[int]]:
+    """What comes of a message of three pieces that are taken one by one, and of three messages taken as one."""
+    from mpi4py import MPI
+
+    me, data = transport.MpiTransport(MPI.COMM_SELF, [0]), np.arange(25, dtype=np.uint8)
+    parts, whole = [np.zeros(size, np.uint8) for size in (10, 10, 5)], np.zeros(25, np.uint8)
+    transport.MPI_BYTES = 10
+    waits = [me.send(Channel.DATA, 0, 16, data), me.receive(Channel.DATA, 0, 17, whole)]
+    transport.MPI_BYTES = 25
+    waits += [me.receive(Channel.DATA, 0, 16, part) for part in parts]
+    waits += [me.send(Channel.DATA, 0, 17, piece) for piece in transport.cut(data, 10)]
+    wait_for(waits, Deadline(20.0))
+    me.close()
+    return np.concatenate(parts).tolist(), whole.tolist()
+
+
+def run_failed_message() -> tuple[str, list[int]]:
+    """What is said of a message that is too large for its place, and what comes of another one meanwhile."""
+    from mpi4py import MPI
+
+    transport.MPI_BYTES = 1 << 20
+    me, large, place = transport.MpiTransport(MPI.COMM_SELF, [0]), np.ones(1000, np.uint8), np.zeros(8, np.uint8)
+    # Open MPI writes to itself past a place's end, where there is room here, and of few bytes it does not tell.
+    too_short = me.receive(Channel.DATA, 0, 16, np.zeros(1000, np.uint8)[:4])
+    waits = me.receive(Channel.DATA, 0, 17, place)
+    me.send(Channel.DATA, 0, 16, large)
+    said = ""
+    try:
+        too_short.wait(20.0)
+    except LinkError as error:
+        said = str(error)
+    me.send(Channel.DATA, 0, 17, large[:8]).wait(20.0)
+    waits.wait(20.0)
+    me.close()
+    return said, place.tolist()
+
+
+def run_another_world() -> str:
+    """What is said of a world of one where the launcher says three."""
+    try:
+        MpiMail(Launch("openmpi", 1, 3, 1, 3, None), 5.0)
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
+OVER_MPI = (run_large_message, run_failed_message, run_another_world)
+
+
+def play(pipe: Any) -> None:
+    """In a process of its own, which is MPI's whole world."""
+    pipe.send({scenario.__name__: scenario() for scenario in OVER_MPI})
+    from mpi4py import MPI
+
+    MPI.Finalize()
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, Any]:
+    pytest.importorskip("mpi4py")
+    ours, theirs = RANKS.Pipe()
+    process = RANKS.Process(target=play, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # so that the end of a process that failed is heard
+    assert ours.poll(100.0)
+    found: dict[str, Any] = ours.recv()
+    process.join(20.0)
+    return found
+
+
+def test_a_message_that_mpi_cannot_count_goes_in_pieces(played):
+    assert played["run_large_message"] == (list(range(25)), list(range(25)))
+
+
+def test_a_message_that_fails_is_no_other_messages_failure(played):
+    said, other = played["run_failed_message"]
+    assert "truncated" in said.lower()
+    assert other == [1] * 8
+
+
+def test_a_world_of_mpi_that_is_not_the_launchers_says_both_sizes(played):
+    said = "the variables of openmpi say rank 1 of 3, MPI says rank 0 of 1: start the job with the mpirun of"
+    assert played["run_another_world"].startswith(said)
+
+
+# -- in threads ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_two_jobs_that_push_in_any_order_share_a_servers_memory(reverse):
     """Two models in one backward pass: each worker's threads push theirs in an order of its own. Memory for one."""
     size, timeout_s = 1 << 16, 10.0
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def transport(rank: int) -> GlooTransport:
+    def connected_as(rank: int) -> GlooTransport:
         return GlooTransport(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), rank, 3)
 
     def serve() -> None:
         codecs = HostCodecs(1)
         with suppress(EspressoError):  # its workers leave without a word
-            Server(transport(2), 2, codecs, engines=1, memory_bytes=3 * size, timeout_s=timeout_s).serve()
+            Server(connected_as(2), 2, codecs, engines=1, memory_bytes=3 * size, timeout_s=timeout_s).serve()
         codecs.close()
 
     def work(rank: int) -> None:
-        client, states = Client(transport(rank), 2), []
+        client, states = Client(connected_as(rank), 2), []
         for namespace in (0, 2):
             link, keys = Link(client, (0, 1), ResidualStore(), timeout_s, namespace), raw_keys(1, size, (0, 1))
             line = Line(keys[0])

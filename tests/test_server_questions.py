@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ import torch
 import espresso
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.keep.store import ResidualStore
-from espresso.comm.parameter_server import Client, Line, Link, connect
+from espresso.comm.parameter_server import Client, Line, Link, connect, wire
 from espresso.comm.parameter_server.transport import Channel
+from espresso.comm.parameter_server.wire import Key, Stretch
+from espresso.compressors import create
+from espresso.compressors.base import Segment
 from espresso.live import server_profile
+from espresso.live.codecs import HostCodecs
 from espresso.live.server_profile import Probe, raw_keys
-from espresso.strategies import Cluster
+from espresso.strategies import Cluster, CompressorSpec, Site
 from tests.ddp import batch, mlp, strategy_for, wrap
 from tests.servers import NUM_SERVERS, client, serving
 from tests.test_parameter_server import TWO_WAY
@@ -120,6 +125,56 @@ def test_a_server_hears_of_one_state_while_its_answer_about_another_is_not_taken
             thread.join(30.0)
         assert found == {0: ["", ""], 1: ["", ""]}
         assert [server.error for server in servers] == [None, None]
+
+
+class Thin(Plug):
+    """A transport whose card sends one control message after the other, and takes a while for each."""
+
+    def __init__(self, plug: Plug) -> None:
+        self._switch, self.rank, self.size, self.tags = plug._switch, plug.rank, plug.size, plug.tags
+        self._waiting: SimpleQueue[tuple[Message, Any]] = SimpleQueue()
+        threading.Thread(target=self._send_on, daemon=True).start()
+
+    def send(self, channel: Channel, peer: int, tag: int, data: Any) -> Message:
+        if channel is Channel.DATA:
+            return super().send(channel, peer, tag, data)
+        message = Message(data, peer)
+        self._waiting.put((message, (channel, self.rank, peer, tag)))
+        return message
+
+    def _send_on(self) -> None:
+        while True:
+            message, way = self._waiting.get()
+            time.sleep(0.03)
+            self._switch.pass_on(message, ("receive", *way), ("send", *way))
+
+
+def test_a_question_has_time_while_pieces_of_it_or_of_its_answers_come(monkeypatch):
+    """Each takes a thin card longer than the time-out. Two servers answer at the same time, and are told in turn."""
+    monkeypatch.setattr(wire, "PIECE_BYTES", 1 << 12)
+    numel, timeout_s = 20 << 10, 0.5
+    codecs, spec = HostCodecs(1), CompressorSpec.parse("efsignsgd:raw_below=8")
+    size = create(spec).layout([Segment("w", 0, numel)], np.float32).num_bytes
+    keys = [
+        Key(-1, -1, (0,), (Stretch("w", at, numel),), "float32", spec, True, True, True, False, size, size, 0, 0)
+        for at in (0, numel)
+    ]
+    kept = np.arange(1, 2 * numel + 1, dtype=np.float32)
+    with serving_by_hand(1, 2, timeout_s=timeout_s) as ((transport,), servers):
+        speaks = Client(transport, 1)
+        link, numels = Link(speaks, (0,), ResidualStore(), timeout_s, 0), {"w": kept.size}
+        link.install(keys, {}, numels, None, "s")
+        link.load({("w", Site.SERVER): [(0, kept, 0)]}, numels)
+        speaks.transport = Thin(transport)
+        for server in servers:
+            server.transport = Thin(server.transport)
+        once = {start: values for start, values, _ in link.snapshot()["w", Site.SERVER]}
+        assert np.array_equal(np.concatenate([once[0], once[numel]]), kept)
+        link.load({("w", Site.SERVER): [(0, kept, 0)]}, numels)
+        twice = {held.start: held.values for one in servers for held in one._held.fetch(0, frozenset(), 0, 1)}
+        assert np.array_equal(np.concatenate([twice[0], twice[numel]]), 2 * kept)
+        assert [server.error for server in servers] == [None, None]
+    codecs.close()
 
 
 def run_two_in_automatic_mode(rank: int) -> tuple[list[tuple[bool, str]], int]:

@@ -43,7 +43,7 @@ def is_silent(line: upkeep.Line) -> bool:
 def counted(rank: int) -> tuple[bool, bool, bool, bool, float]:
     """Whether bursts are looked after, beats heard in rest, none sent while there is progress, and none after the other
     rank's stopped; a sum."""
-    upkeep.EVERY_S, groups.is_far = 0.02, lambda: True  # type: ignore[attr-defined]
+    upkeep.EVERY_S, groups.is_far = 0.02, lambda ends: True  # type: ignore[attr-defined]
     made = groups.Groups(timeout_s=20)
     assert made._upkeep is not None
     (line,) = made._upkeep.lines
@@ -73,7 +73,7 @@ def test_beats_go_on_in_pauses_and_only_to_ranks_that_are_heard() -> None:
 def under_comparison(rank: int) -> bool:
     level: Any = dist
     level.set_debug_level(level.DebugLevel.DETAIL)
-    groups.is_far = lambda: True  # type: ignore[attr-defined]
+    groups.is_far = lambda ends: True  # type: ignore[attr-defined]
     made = groups.Groups(timeout_s=20)
     made.barrier()
     beating = made._upkeep is None or bool(made._upkeep.lines)
@@ -88,7 +88,7 @@ def test_no_beats_where_torch_compares_operations() -> None:
 
 def left_behind(rank: int) -> bool:
     """Whether a thread goes on for a state that was dropped without being closed."""
-    groups.is_far = lambda: True  # type: ignore[attr-defined]
+    groups.is_far = lambda ends: True  # type: ignore[attr-defined]
     state = espresso.register(DistributedDataParallel(nn.Linear(4, 4)), timeout_s=20).start()
     names = {thread.name for thread in threading.enumerate()}
     assert "espresso-upkeep" in names
@@ -137,7 +137,7 @@ def told(store: dist.TCPStore, rank: int) -> tuple[list[int], int, int]:
 
 
 def test_servers_connections_are_kept_up_and_payloads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "is_far", lambda: True)
+    monkeypatch.setattr(transport, "is_far", lambda ends: True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(2) as ends:
         found = list(ends.map(lambda rank: told(store, rank), range(2)))

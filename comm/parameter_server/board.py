@@ -149,13 +149,24 @@ class StoreMail:
 
 
 class MpiMail:
-    """Over MPI's world. Message by message: a collective would wait for ever for a rank that is gone."""
+    """Over MPI's world. Message by message: a collective would wait for ever for a rank that is gone.
 
-    def __init__(self, timeout_s: float) -> None:
+    Raises:
+        TopologyError: MPI's world is another than the launcher's.
+    """
+
+    def __init__(self, launch: Launch, timeout_s: float) -> None:
         from mpi4py import MPI
 
         self.world, self._timeout_s = MPI.COMM_WORLD, timeout_s
         self._status = MPI.Status()
+        rank, size = self.world.Get_rank(), self.world.Get_size()
+        if (rank, size) != (launch.rank, launch.world_size):
+            raise TopologyError(
+                f"the variables of {launch.launcher} say rank {launch.rank} of {launch.world_size}, MPI says rank"
+                f" {rank} of {size}: start the job with the mpirun of the MPI that mpi4py uses ({MPI.get_vendor()[0]};"
+                " under srun with its --mpi), or with --transport gloo"
+            )
 
     def swap(self, number: int, mine: bytes, to: Sequence[int], sources: Sequence[int]) -> dict[int, bytes]:
         """Send ``mine``, and receive one message from every source."""

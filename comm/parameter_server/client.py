@@ -13,12 +13,15 @@ from typing import Any
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.places import Bearing
-from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for
-from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say
+from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for_each
+from espresso.comm.parameter_server.wire import Body, Header, Key, Op, Tag, hear, say
 from espresso.strategies import CompressorSpec, Sharing
 
 WINDOW_BYTES = 16 << 20
 """Pushes that may be on the wire at once from one worker; more would only wait in buffers."""
+
+SIGN_S = 3600.0
+"""A small part of the day after which a server takes a silent worker for dead."""
 
 _FULLER_S = 0.5
 """A server that has nothing of this worker's waits its turn: one that has can name the key."""
@@ -48,6 +51,7 @@ class Client:
         near: for each server, the part of the workers that runs on its machine; by default none.
         machines: a number for each server's machine; by default all have their own.
         sharing: how keys are shared out over the servers.
+        sign_s: after so long each time the servers hear that this worker lives.
     """
 
     def __init__(
@@ -60,13 +64,14 @@ class Client:
         machines: Sequence[int] = (),
         engines: int = 1,
         sharing: Sharing = Sharing.MEASURED,
+        sign_s: float = SIGN_S,
     ) -> None:
         self.transport, self.num_workers = transport, num_workers
         self.rank = transport.rank
         self.num_servers = transport.size - num_workers
         self.engines, self.sharing = engines, sharing
         self._near, self._machines = tuple(near), tuple(machines)
-        self._addresses = tuple(addresses)
+        self.addresses = tuple(addresses)
         self._namespaces = count(self.rank, num_workers)
         self._answer_tags = cycle(range(Tag.FIRST, Tag.LAST, 2))
         self._saying = threading.Lock()
@@ -76,7 +81,7 @@ class Client:
         self._open: dict[int, Line] = {}
         self._latest: dict[int, Key] = {}
         self._listeners: list[Callable[[EspressoError], None]] = []
-        self._closed, self._leaving = False, threading.Lock()
+        self._closed, self._leaving = threading.Event(), threading.Lock()
         self.error: EspressoError | None = None
         self._unanswered: LinkError | None = None
         self._told = threading.Event()
@@ -86,10 +91,11 @@ class Client:
         ]
         for ear in self._ears:
             ear.start()
+        threading.Thread(target=self._give_signs, args=(sign_s,), name="espresso-signs", daemon=True).start()
 
     def name(self, server: int) -> str:
         """What people call a server: its rank and its address."""
-        where = f" ({self._addresses[server]})" if server < len(self._addresses) else ""
+        where = f" ({self.addresses[server]})" if server < len(self.addresses) else ""
         return f"server rank {self.num_workers + server}{where}"
 
     @property
@@ -177,7 +183,7 @@ class Client:
         ask for another model first.
 
         Args:
-            timeout_s: for all of it, or since a server last said that it works on it.
+            timeout_s: until a server's next sign: that it works on it, an answer, or 16 MiB that it took or gave.
 
         Raises:
             DisagreementError: a server refused.
@@ -201,8 +207,10 @@ class Client:
             with self._saying:  # each header's body follows it; nobody is waited for meanwhile
                 tag = next(self._answer_tags)
                 sends = [say(self.transport, ranks[one], Tag.HEADER, op, body, tag) for one, body in bodies.items()]
-            wait_for(chain.from_iterable(sends), until)
-            return {server: self._answer(rank, tag, until) for server, rank in ranks.items()}
+            wait_for_each(chain.from_iterable(sends), until)
+            # All are on their way before the first is waited for: each server gives its own so long to be taken.
+            coming = {server: self._answer(rank, tag, until) for server, rank in ranks.items()}
+            return {server: (head, body.read(until)) for server in ranks for head, body in [coming.pop(server)]}
         except LinkError as error:
             who = "a server" if error.peer is None else self.name(error.peer - self.num_workers)
             # Over Gloo the first time-out closes the connection.
@@ -212,11 +220,14 @@ class Client:
             self._unanswered = LinkError(f"the answer to '{op.name.lower()}' could not be read ({error})")
             raise
 
-    def _answer(self, rank: int, tag: int, until: Deadline) -> tuple[Header, Any]:
-        """A server's; while it says that it works on it, there is time."""
-        while (heard := hear(self.transport, rank, tag, until))[0].op is Op.WORKING:
-            until.renew()
-        return heard
+    def _answer(self, rank: int, tag: int, until: Deadline) -> tuple[Header, Body]:
+        """A server's, its body on its way; while it says that it works on it, there is time."""
+        while True:
+            header = hear(self.transport, rank, tag, until)
+            body = Body(self.transport, rank, tag, header)
+            if header.op is not Op.WORKING:
+                return header, body
+            body.read(until)
 
     # -- failure and end -------------------------------------------------------------------------
 
@@ -224,17 +235,18 @@ class Client:
         """Wait for the one notice a server sends: that it stops, and why, or the answer to our leaving."""
         rank = self.num_workers + server
         try:
-            header, body = hear(self.transport, rank, Tag.NOTICE, None)
+            header = hear(self.transport, rank, Tag.NOTICE, None)
             if header.op is Op.LEAVE:
                 return
-            text = f"{self.name(server)} reports: {body}"
+            said = Body(self.transport, rank, Tag.NOTICE, header).read(None)
+            text = f"{self.name(server)} reports: {said}"
         except Exception as error:
             waiting = [str(line.key) for line in list(self._open.values()) if line.key.server == server]
             about = f"while {waiting[0]} was on its way" if waiting else "between rounds"
             if not waiting and server in self._latest:
                 about += f", the last of {self._latest[server]}"
             text = f"{self.name(server)} is gone, {about} ({error})"
-        if self._closed:
+        if self._closed.is_set():
             return
         servers = {line.key.server for line in list(self._open.values())}
         if servers and server not in servers:
@@ -245,10 +257,22 @@ class Client:
         for listener in list(self._listeners):
             listener(self.error)
 
+    def _give_signs(self, every_s: float) -> None:
+        """Have the servers hear that this worker lives, also while it has nothing to say to them."""
+        sign = Header(Op.LIVES, self.rank).pack()
+        with suppress(LinkError):  # who needs that server finds out
+            while not self._closed.wait(every_s):
+                with self._leaving:  # nothing follows the farewell
+                    if self._closed.is_set():
+                        return
+                    servers = range(self.num_workers, self.transport.size)
+                    sends = [self.transport.send(Channel.CONTROL, rank, Tag.HEADER, sign) for rank in servers]
+                wait_for_each(sends, None)  # a server that waits for memory reads it later
+
     def close_state(self, namespace: int, timeout_s: float) -> None:
         """Tell the servers that this worker has left a state: what they hold of it goes once all its workers have."""
         with self._leaving:  # nothing follows the farewell
-            if not (self._closed or self.error or self._unanswered):
+            if not (self._closed.is_set() or self.error or self._unanswered):
                 self._tell(Header(Op.CLOSE, self.rank, namespace), Deadline(timeout_s))
 
     def _tell(self, header: Header, until: Deadline) -> None:
@@ -263,9 +287,9 @@ class Client:
             LinkError: a server failed or does not answer, and would hold up the end of a job under MPI.
         """
         with self._leaving:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
             if broken := self.error or self._unanswered:
                 raise LinkError(f"the servers are of no use any more: {broken}") from broken
             until = Deadline(timeout_s)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import Codecs
@@ -56,6 +60,19 @@ class Offers(dict[int, Table]):
         return None
 
 
+class _Residuals(ResidualStore):
+    """A state's. What finds no place waits as it is: carried, it would be whole tensors, of every server."""
+
+    def add_carry(self, tensor: str, start: int, values: npt.NDArray[Any], numel: int) -> None:
+        if np.any(values):
+            self._waiting.setdefault((tensor, Site.SERVER), []).append((start, values, 0))
+
+    def hand_over(self) -> tuple[Held, ...]:
+        """What has found no place; it is the first worker's from now on."""
+        waiting, self._waiting = self._waiting, {}
+        return tuple(Held(tensor, start, values) for (tensor, _), each in waiting.items() for start, values, _ in each)
+
+
 class Holdings:
     """The keys of one server. Not thread-safe: the server's lock guards it.
 
@@ -67,7 +84,7 @@ class Holdings:
     def __init__(self, index: int, codecs: Codecs, engines: int) -> None:
         self._index, self._codecs = index, codecs
         self._keys: dict[int, KeySum] = {}
-        self._stores: dict[int, ResidualStore] = {}
+        self._stores: dict[int, _Residuals] = {}
         self._patience_s: dict[int, float] = {}
         self._staying: dict[int, set[int]] = {}
         self._load = [0] * engines
@@ -100,7 +117,7 @@ class Holdings:
         """Take a table's keys. Returns the answer, and the keys it replaces: their last answers may be on the way."""
         store = self._stores.get(table.namespace)
         if store is None:
-            store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional, gain=table.gain)
+            store = self._stores[table.namespace] = _Residuals(transactional=table.transactional, gain=table.gain)
         self._patience_s[table.namespace] = PATIENCE * table.timeout_s
         self._staying.setdefault(table.namespace, set(table.workers))
         retired = self._retire(table)
@@ -114,9 +131,7 @@ class Holdings:
         for summed in sums:
             self._keys[summed.key.number] = summed
             self._load[summed.engine] += summed.key.load_bytes
-        orphans = tuple(Held(tensor, 0, values) for tensor, values in store.carry.items())
-        store.carry.clear()
-        return Installed(orphans, {summed.key.number: summed.tag for summed in sums}), retired
+        return Installed(store.hand_over(), {summed.key.number: summed.tag for summed in sums}), retired
 
     def _free_tags(self) -> Iterator[int]:
         taken = {summed.tag for summed in self}

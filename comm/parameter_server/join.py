@@ -207,7 +207,7 @@ def join(settings: ServerSettings) -> Joined:
     """Take this process's place. All ranks of the launch together.
 
     Raises:
-        TopologyError: no launcher, or no worker would be left.
+        TopologyError: no launcher, another world in MPI, or no worker would be left.
         LinkError: somebody cannot be reached; says who and where.
     """
     launch = read_environment()
@@ -220,7 +220,7 @@ def join(settings: ServerSettings) -> Joined:
     if not uses_mpi:
         _default_master(launch)
     address = local_address()
-    mail = MpiMail(settings.timeout_s) if uses_mpi else StoreMail(launch, settings.timeout_s)
+    mail = MpiMail(launch, settings.timeout_s) if uses_mpi else StoreMail(launch, settings.timeout_s)
     board = Board(mail, launch)
     door = Door(address, board.secret)
     facts = board.exchange(Fact(build(), launch.world_size, node_key(), address, door.port))

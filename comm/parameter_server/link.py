@@ -15,7 +15,7 @@ from espresso.comm.keep.store import Address, Piece, ResidualStore
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.client import Client, Line
 from espresso.comm.parameter_server.places import Bearing, place
-from espresso.comm.parameter_server.wire import Flag, Header, Held, Installed, Key, Op, Table, key_numbers
+from espresso.comm.parameter_server.wire import Flag, Header, Held, Installed, Key, Op, Stretch, Table, key_numbers
 from espresso.strategies import CompressorSpec, Site
 
 
@@ -161,22 +161,25 @@ class Link:
         """Give pieces to the keys that hold their ranges now; what is in no key is carried by this rank."""
         known = [piece for piece in self._waiting if piece.tensor in numels]
         self._waiting = [piece for piece in self._waiting if piece.tensor not in numels]
+        homes: dict[str, list[tuple[Stretch, int]]] = {}
+        for key in self._live.values():
+            for stretch in key.stretches if key.keeps_residual else ():
+                homes.setdefault(stretch.tensor, []).append((stretch, key.server))
         shares: dict[int, list[Held]] = {}
         for piece in [*orphans, *known]:
             left = piece.values.copy()
-            for key in self._live.values():
-                for stretch in key.stretches if key.keeps_residual else ():
-                    low = max(stretch.start, piece.start) - piece.start
-                    high = min(stretch.start + stretch.numel, piece.start + left.size) - piece.start
-                    if stretch.tensor == piece.tensor and low < high:
-                        if np.any(left[low:high]):
-                            part = Held(piece.tensor, piece.start + low, left[low:high].copy())
-                            shares.setdefault(key.server, []).append(part)
-                        left[low:high] = 0
+            for stretch, server in homes.get(piece.tensor, ()):
+                low = max(stretch.start, piece.start) - piece.start
+                high = min(stretch.start + stretch.numel, piece.start + left.size) - piece.start
+                if low < high:
+                    if np.any(left[low:high]):
+                        part = Held(piece.tensor, piece.start + low, left[low:high].copy())
+                        shares.setdefault(server, []).append(part)
+                    left[low:high] = 0
             self._store.add_carry(piece.tensor, piece.start, left, numels[piece.tensor])
-        bodies = {server: (self._namespace, pieces) for server, pieces in shares.items()}
-        if bodies:
-            self.client.ask_all(Op.PLACE, bodies, self.timeout_s)
+        # One after the other: this rank's card carries them all, and a server that has its own would wait for us.
+        for server, pieces in shares.items():
+            self.client.ask_all(Op.PLACE, {server: (self._namespace, pieces)}, self.timeout_s)
 
     # -- rounds ----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ SIZE = 32
 _SHORTEST = 16
 
 _VISIT_S = 5.0
-"""A visitor who says nothing for so long is put out."""
+"""A visitor who has not said all by then is put out."""
 
 
 def given_secret(environment: Mapping[str, str] | None = None) -> Secret | None:
@@ -114,10 +114,9 @@ class Door:
 
     def _meet(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError, EOFError):
-            visitor.settimeout(_VISIT_S)
-            mine = secrets.token_bytes(SIZE)
+            until, mine = Deadline(_VISIT_S), secrets.token_bytes(SIZE)
             visitor.sendall(mine)
-            said = _read(visitor, 2 * SIZE)
+            said = _read(visitor, 2 * SIZE, until)
             if self._secret.proves(said[SIZE:], "worker", mine, said[:SIZE]):
                 visitor.sendall(self._secret.proof("server", said[:SIZE], mine))
 
@@ -136,10 +135,11 @@ def knock(rank: int, server: int, address: str, port: int, secret: Secret, timeo
     """
     where = f"server rank {server} at {address}:{port}"
     try:
+        until = Deadline(timeout_s)
         with socket.create_connection((address, port), timeout=timeout_s) as visit:
-            theirs, mine = _read(visit, SIZE), secrets.token_bytes(SIZE)
+            theirs, mine = _read(visit, SIZE, until), secrets.token_bytes(SIZE)
             visit.sendall(mine + secret.proof("worker", theirs, mine))
-            proof = _read(visit, SIZE)
+            proof = _read(visit, SIZE, until)
     except EOFError:
         raise LinkError(
             f"worker rank {rank} was put out by what listens at {address}:{port}, where server rank {server} should be:"
@@ -154,14 +154,16 @@ def knock(rank: int, server: int, address: str, port: int, secret: Secret, timeo
         raise LinkError(f"worker rank {rank} reached {where}, which does not know this job's secret")
 
 
-def _read(visit: socket.socket, num_bytes: int) -> bytes:
+def _read(visit: socket.socket, num_bytes: int, until: Deadline) -> bytes:
     """So many bytes.
 
     Raises:
         EOFError: the other side closed.
+        TimeoutError: they did not come in time.
     """
     data = b""
     while len(data) < num_bytes:
+        visit.settimeout(until.left_s)
         part = visit.recv(num_bytes - len(data))
         if not part:
             raise EOFError

@@ -33,15 +33,23 @@ from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.holdings import PATIENCE, Holdings, Offers
 from espresso.comm.parameter_server.sums import KeySum, Slots, measure_server
-from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for
-from espresso.comm.parameter_server.wire import HEADER_BYTES, Flag, Header, Key, Op, Table, Tag, hear_body, say
+from espresso.comm.parameter_server.transport import (
+    Channel,
+    Deadline,
+    LinkError,
+    Pending,
+    Transport,
+    wait_for,
+    wait_for_each,
+)
+from espresso.comm.parameter_server.wire import HEADER_BYTES, Body, Flag, Header, Key, Op, Table, Tag, say
 
 logger = logging.getLogger("espresso")
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 
 SILENCE_S = 24 * 3600.0
-"""Workers may evaluate or save for hours between two steps. MPI does not tell of one that is gone for good."""
+"""Workers that live say so every hour. MPI does not tell of one that is gone for good."""
 
 _NOTICE_S = 5.0
 _LOOK_S = 0.1
@@ -69,7 +77,7 @@ class Server:
         codecs: where codecs come from; engine threads use those of the training device.
         engines: threads that add up.
         timeout_s: a payload that was announced, or an answer that is not taken, for so long is an error.
-        silence_s: a worker that says nothing for so long is an error.
+        silence_s: a worker that says nothing for so long, not even that it lives, is an error.
         memory_bytes: for what was pushed and not yet added up.
         prepare: compiles the kernels of compressors for gradient types; called when workers ask for it.
     """
@@ -97,7 +105,7 @@ class Server:
         self._held = Holdings(self._index, codecs, engines)
         self._tables: dict[tuple[int, tuple[int, ...]], Offers] = {}
         self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [SimpleQueue() for _ in range(engines)]
-        self._answers: SimpleQueue[tuple[list[Pending], Deadline] | None] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[list[Pending], float] | None] = SimpleQueue()
         self._latest: dict[int, Key] = {}
         self._left: set[int] = set()
         self._gone: set[int] = set()
@@ -149,7 +157,7 @@ class Server:
                 elif header.op is Op.CLOSE:
                     with self._lock:
                         self._held.leave(worker, header.key)
-                else:
+                elif header.op is not Op.LIVES:
                     self._control(worker, header)
         except Exception as error:
             self._fail(worker, error)
@@ -242,7 +250,7 @@ class Server:
     # -- control ---------------------------------------------------------------------------------
 
     def _control(self, worker: int, header: Header) -> None:
-        body = hear_body(self.transport, worker, Tag.HEADER, header, Deadline(self._timeout_s))
+        body = Body(self.transport, worker, Tag.HEADER, header).read(Deadline(self._timeout_s))
         if header.op is Op.INSTALL:
             self._offer(worker, header.key, body)
             return
@@ -274,13 +282,14 @@ class Server:
             return done.result()
 
     def _answer(self, worker: int, tag: int, op: Op, body: Any, timeout_s: float) -> None:
-        """Start to send an answer, which is to be taken in time."""
-        self._answers.put((say(self.transport, worker, tag, op, body), Deadline(timeout_s)))
+        """Start to send an answer; each piece of it is to be taken in time."""
+        self._answers.put((say(self.transport, worker, tag, op, body), timeout_s))
 
     def _await_answers(self) -> None:
         while (answer := self._answers.get()) is not None:
+            sends, timeout_s = answer
             try:
-                wait_for(*answer)
+                wait_for_each(sends, Deadline(timeout_s))  # that begins now: others' may have taken long
             except Exception as error:
                 self._fail(None, error)
                 return

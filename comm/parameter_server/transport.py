@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ from espresso.comm.upkeep import Upkeep
 from espresso.comm.witness import without_advice
 
 FOREVER = timedelta(days=365)
+
+MPI_BYTES = 1 << 30
+"""Of a message; a larger one goes in pieces, since MPI counts bytes in 31 bits."""
 
 _REST_S = 20e-6
 _LONGEST_REST_S = 1e-3
@@ -86,6 +90,19 @@ def wait_for(pending: Iterable[Pending], until: Deadline) -> None:
         one.wait(until.left_s)
 
 
+def wait_for_each(pending: Iterable[Pending], until: Deadline | None) -> None:
+    """Until all of them are over; each renews the time, to which there is no limit without ``until``."""
+    for one in pending:
+        one.wait(None if until is None else until.left_s)
+        if until is not None:
+            until.renew()
+
+
+def cut(data: Bytes, piece_bytes: int) -> list[Bytes]:
+    """Pieces of so many bytes, the last of what is left."""
+    return [data[at : at + piece_bytes] for at in range(0, data.nbytes, piece_bytes)]
+
+
 class Transport(Protocol):
     """Messages between ``size`` ranks; thread-safe. Messages of one (channel, peer, tag) keep their order."""
 
@@ -135,10 +152,10 @@ class GlooTransport:
             except RuntimeError as error:
                 raise LinkError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
             self._groups[channel].append(group)
-        self._upkeep = None
-        if is_far():
+        self._upkeep, ends = None, ends_since(known)
+        if is_far(ends):
             links = [Member(group, tuple(range(size)), rank) for group in self._groups[Channel.DATA]]
-            self._upkeep = Upkeep(links, ends_since(known), lambda: self._begun)
+            self._upkeep = Upkeep(links, ends, lambda: self._begun)
 
     def send(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
         return self._start(self._group(channel, tag).send, torch.from_numpy(data), peer, tag)
@@ -181,6 +198,18 @@ class _MpiPending:
             raise LinkError(f"rank {self.peer}: {self.error}", self.peer) from self.error
 
 
+class _MpiPieces:
+    """A message that goes in several."""
+
+    def __init__(self, pieces: list[_MpiPending]) -> None:
+        self._pieces = pieces
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        until = None if timeout_s is None else Deadline(timeout_s)
+        for piece in self._pieces:
+            piece.wait(None if until is None else until.left_s)
+
+
 class MpiTransport:
     """MPI's non-blocking transfers over duplicates of a communicator, all of them made and completed by one thread.
 
@@ -202,7 +231,7 @@ class MpiTransport:
         self._comms = {channel: world.Dup() for channel in Channel}
         for comm in self._comms.values():
             comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._testsome = MPI.Request.Testsome
+        self._testany = MPI.Request.Testany
         self._todo: deque[_MpiPending] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -210,20 +239,19 @@ class MpiTransport:
         self._thread.start()
 
     def send(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
-        comm, rank = self._comms[channel], self._ranks[peer]
-        return self._submit(lambda: comm.Isend([data, data.nbytes], rank, tag), peer)
+        return self._submit(self._comms[channel].Isend, peer, tag, data)
 
     def receive(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
-        comm, rank = self._comms[channel], self._ranks[peer]
-        return self._submit(lambda: comm.Irecv([data, data.nbytes], rank, tag), peer)
+        return self._submit(self._comms[channel].Irecv, peer, tag, data)
 
-    def _submit(self, start: Any, peer: int) -> Pending:
+    def _submit(self, call: Any, peer: int, tag: int, data: Bytes) -> Pending:
         if self._closed:
             raise LinkError(f"rank {peer}: the connection is closed", peer)
-        pending = _MpiPending(start, peer)
-        self._todo.append(pending)
+        rank, parts = self._ranks[peer], cut(data, MPI_BYTES)
+        pieces = [_MpiPending(partial(call, [part, part.nbytes], rank, tag), peer) for part in parts]
+        self._todo.extend(pieces)
         self._wake.set()
-        return pending
+        return pieces[0] if len(pieces) == 1 else _MpiPieces(pieces)
 
     def close(self) -> None:
         self._closed = True
@@ -264,21 +292,23 @@ class MpiTransport:
         return started
 
     def _collect(self, running: list[_MpiPending]) -> bool:
-        try:
-            done = self._testsome([pending.request for pending in running])
-        except Exception as error:
-            for pending in running:
-                pending.error = error
+        """Take out what is over, one after the other: of several at once an error would not say whose it is."""
+        before = len(running)
+        while running:
+            try:
+                index, is_over = self._testany([pending.request for pending in running])
+                over = [running.pop(index)] if is_over else []
+            except Exception as error:
+                # MPI has let go of what failed, and of nothing else; where of nothing, the error is about all.
+                over = [pending for pending in running if not pending.request] or list(running)
+                running[:] = [pending for pending in running if pending not in over]
+                for pending in over:
+                    pending.error = error
+            if not over:
+                break
+            for pending in over:
                 pending.over.set()
-            running.clear()
-            return True
-        if not done:
-            return False
-        for index in done:
-            running[index].over.set()
-        gone = set(done)
-        running[:] = [pending for index, pending in enumerate(running) if index not in gone]
-        return True
+        return len(running) < before
 
     def _cancel(self, pending: _MpiPending) -> None:
         pending.error = LinkError("the connection was closed")

@@ -15,9 +15,9 @@ Every message on the control channel begins with a header of 56 bytes, little-en
 
 A push is such a header on the control channel and its payload on the data channel, under the key's tag, which its
 server gave it. The answer to a push is the reply on the data channel under the same tag: its size is known to both
-sides from the key's table entry. A close says that its sender has left a state: it is the last message about it, and
-has neither body nor answer. All other operations are questions: they carry a body (:mod:`espresso.comm.messages`), in
-pieces of 1 GiB, since MPI counts bytes in 31 bits, and are answered by a header and a body, under a tag that no other
+sides from the key's table entry. A close says that its sender has left a state: it is the last message about it. That a
+worker lives it says every hour. Neither has a body or an answer. All other operations are questions: they carry a body
+(:mod:`espresso.comm.messages`), in pieces of 16 MiB, and are answered by a header and a body, under a tag that no other
 question of the worker has. Answers come in any order: that to a table of keys waits for other workers.
 """
 
@@ -33,13 +33,14 @@ import numpy.typing as npt
 
 from espresso.comm.errors import EspressoError, ProtocolError
 from espresso.comm.messages import MAX_BYTES, Bytes, Messages
-from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
+from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport, cut, wait_for_each
 from espresso.strategies import DTYPES, CompressorSpec
 
-MAGIC, VERSION = b"ESPS", 6
+MAGIC, VERSION = b"ESPS", 7
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
-PIECE_BYTES = 1 << 30
+PIECE_BYTES = 16 << 20
+"""Of a body: each that comes says that the other side lives, and a thin card needs no time-out of its own."""
 
 
 class Op(IntEnum):
@@ -59,6 +60,7 @@ class Op(IntEnum):
     RESCALE = 12
     WORKING = 13
     CLOSE = 14
+    LIVES = 15
 
 
 class Flag(IntFlag):
@@ -271,30 +273,34 @@ def say(transport: Transport, peer: int, tag: int, op: Op, body: Any, key: int =
     """Start to send a header and a body: under ``tag`` and the one after it."""
     data = BODIES.pack(body)
     header = Header(op, transport.rank, key, num_bytes=data.nbytes).pack()
-    parts = [(tag, header), *((tag + 1, piece) for piece in _pieces(data))]
+    parts = [(tag, header), *((tag + 1, piece) for piece in cut(data, PIECE_BYTES))]
     return [transport.send(Channel.CONTROL, peer, under, part) for under, part in parts]
 
 
-def hear(transport: Transport, peer: int, tag: int, until: Deadline | None) -> tuple[Header, Any]:
-    """A header and its body, None if it announces none; without ``until`` there is no limit to the wait.
+def hear(transport: Transport, peer: int, tag: int, until: Deadline | None) -> Header:
+    """A header, which renews the time; without ``until`` there is no limit to the wait.
 
     Raises:
         LinkError, ProtocolError: it did not come, or is malformed.
     """
     data = np.empty(HEADER_BYTES, np.uint8)
-    transport.receive(Channel.CONTROL, peer, tag, data).wait(None if until is None else until.left_s)
-    header = Header.unpack(data)
-    return header, hear_body(transport, peer, tag, header, until) if header.num_bytes else None
+    wait_for_each([transport.receive(Channel.CONTROL, peer, tag, data)], until)
+    return Header.unpack(data)
 
 
-def hear_body(transport: Transport, peer: int, tag: int, header: Header, until: Deadline | None) -> Any:
-    """The body that a header announced under ``tag``."""
-    data = np.empty(header.num_bytes, np.uint8)
-    for part in [transport.receive(Channel.CONTROL, peer, tag + 1, piece) for piece in _pieces(data)]:
-        part.wait(None if until is None else until.left_s)
-    return BODIES.unpack(data)
+class Body:
+    """What a header announced under ``tag``, on its way."""
 
+    def __init__(self, transport: Transport, peer: int, tag: int, header: Header) -> None:
+        self._data = np.empty(header.num_bytes, np.uint8)
+        pieces = cut(self._data, PIECE_BYTES)
+        self._pieces = [transport.receive(Channel.CONTROL, peer, tag + 1, piece) for piece in pieces]
 
-def _pieces(data: Bytes) -> list[Bytes]:
-    """A body's bytes as they travel."""
-    return [data[at : at + PIECE_BYTES] for at in range(0, data.nbytes, PIECE_BYTES)]
+    def read(self, until: Deadline | None) -> Any:
+        """The value, once it is there; every piece renews the time.
+
+        Raises:
+            LinkError, ProtocolError: it did not come, or is malformed.
+        """
+        wait_for_each(self._pieces, until)
+        return BODIES.unpack(self._data)
