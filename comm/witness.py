@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -25,7 +26,7 @@ NOTICE_S = 1.0
 """How long a lost connection waits for a server to say whose it was."""
 
 _LEAVE_S = 1.5
-"""How long closing waits for the others to be told."""
+"""How long closing waits for the others to be told, from then on."""
 
 
 _SIGNS_OF_A_LOST_PEER = (
@@ -78,7 +79,7 @@ class Witness:
         self, rank: int, alarm: Alarm, rank_in: Callable[[str], int | None], names: Sequence[int] = ()
     ) -> None:
         self._rank, self._alarm, self._rank_in, self._names = rank, alarm, rank_in, names
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[threading.Thread, float]] = []  # and until when they are waited for
         self.servers: Servers | None = None
 
     def explain(self, what: str, error: Exception) -> EspressoError:
@@ -114,21 +115,21 @@ class Witness:
         self._alarm.announce(text)
         self.apart(self._alarm.insist)
 
-    def apart(self, job: Callable[[], None]) -> None:
-        """Run it on a thread of its own."""
+    def apart(self, job: Callable[[], None], seconds: float = _LEAVE_S) -> None:
+        """Run it on a thread of its own, which closing leaves so long from now."""
         thread = threading.Thread(target=job, name="espresso-failure", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the interpreter ends
             job()
         else:
-            self._threads.append(thread)
+            self._threads.append((thread, time.monotonic() + seconds))
 
     def close(self) -> None:
         """Leave the others a moment to hear."""
-        for thread in self._threads:
+        for thread, until in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_LEAVE_S)
+                thread.join(max(until - time.monotonic(), 0.0))
 
     def who(self, what: str) -> str:
         """Whose failure it is, as far as addresses, the other ranks and servers tell."""

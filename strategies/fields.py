@@ -39,8 +39,9 @@ MAX_VALUES = 400_000
 MAX_DEPTH = 32
 """Of what people may write freely: notes, a job's meta."""
 
-MAX_DIGITS = 19
-"""Of a whole number, before it is a number: Python reads thousands of digits in quadratic time."""
+MAX_DIGITS = 20
+"""Of a whole number, before it is a number: those of 64 bits, as NCCL's in traces. Python reads thousands in quadratic
+time."""
 
 MAX_TEXT = 16_384
 """Characters of a name or a remark."""

@@ -482,12 +482,20 @@ def test_all_ranks_are_in_one_trace_and_rows_nest() -> None:
 # -- Kineto ------------------------------------------------------------------------------------------
 
 
-def kineto(world: World, rank: int, *, logs: bool = False) -> dict[str, Any]:
-    """What torch.profiler would have exported, perhaps of a script that averages its loss behind the optimizer."""
+KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def kineto(world: World, rank: int, *, logs: bool = False, lag_us: float | None = None) -> dict[str, Any]:
+    """What torch.profiler would have exported, perhaps of a script that averages its loss behind the optimizer, or of
+    one on a GPU that lags so far behind its host.
+    """
     events = []
 
-    def event(name: str, start: float, end: float, **args: Any) -> None:
-        events.append({"ph": "X", "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": 1, "args": args})
+    def event(name: str, start: float, end: float, cat: str = "user_annotation", **args: Any) -> None:
+        row = {"ph": "X", "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": 1, "args": args, "cat": cat}
+        events.append(row)
+        if lag_us is not None and cat == "user_annotation":
+            events.append(row | {"ts": start + lag_us, "cat": "gpu_user_annotation"})
 
     flight = world.flights()[rank]
     for step in flight.steps:
@@ -497,15 +505,19 @@ def kineto(world: World, rank: int, *, logs: bool = False) -> dict[str, Any]:
         assert end is not None
         event(f"ProfilerStep#{step.number}", script.began_us, end)
         event("DistributedDataParallel.forward", script.entered_us or 0, script.forward_end_us or 0)
-        event(
-            "autograd::engine::evaluate_function: AddmmBackward0", script.backward_us or 0, script.backward_end_us or 0
-        )
+        name = "autograd::engine::evaluate_function: AddmmBackward0"
+        event(name, script.backward_us or 0, script.backward_end_us or 0, "cpu_op")
         if script.optimizer_end_us is not None:
             event("Optimizer.step#SGD.step", script.optimizer_us or 0, script.optimizer_end_us)
             if logs:
                 event("gloo:all_reduce", end - 5.0, end, **{"Input Dims": [[[1]]]})
         for span in step.spans:
-            event("gloo:all_reduce", span.start_us, span.end_us, **{"Input Dims": [[[250_000]]]})
+            if lag_us is None:
+                event("gloo:all_reduce", span.start_us, span.end_us, **{"Input Dims": [[[250_000]]]})
+                continue
+            told = {"In msg nelems": 250_000, "dtype": "Float", "Comms Id": 2**64 - 1}
+            event("nccl:all_reduce", span.start_us, span.start_us + 20)
+            event(KERNEL, span.start_us + lag_us, span.end_us + lag_us, "kernel", **told)
     return {"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": len(world.ranks)}}
 
 
@@ -526,6 +538,23 @@ def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path, logs: bool) -> Non
     assert found.shares["optimizer"] > 0.02
 
 
+def test_a_device_that_lags_behind_its_host_has_steps_of_its_own(tmp_path: Path) -> None:
+    world = CAUSES["slow worker"][0]
+    (tmp_path / "rank0.json").write_text(json.dumps(kineto(world, 0)))
+    here = load_any(tmp_path)[0]
+    lag_us = 0.5 * world.step_us
+    for rank in range(3):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto(world, rank, lag_us=lag_us)))
+    flights = load_any(tmp_path)
+    assert len(flights[0].steps) == len(here.steps)
+    for step, same in zip(flights[0].steps, here.steps, strict=True):
+        assert replace(step.script, averaged_us=0.0) == replace(same.script, averaged_us=0.0)
+        assert [span.start_us - lag_us for span in step.spans] == pytest.approx([s.start_us for s in same.spans])
+    found = diagnose(flights)
+    assert (found.findings[0].kind, found.findings[0].rank) == ("slow_worker", 2), str(found)
+    assert found.step_us == pytest.approx(world.step_us, rel=0.03)
+
+
 def test_findings_name_ranks_as_the_job_does() -> None:
     """Of replicas of a shard, or of a group of some ranks."""
     flights = CAUSES["slow input"][0].flights()
@@ -533,6 +562,29 @@ def test_findings_name_ranks_as_the_job_does() -> None:
     found = diagnose(flights)
     assert (found.findings[0].kind, found.findings[0].rank) == ("slow_input", 8)
     assert diagnose([flights[0], flights[2]]).missing == (8,)
+
+
+def test_what_was_not_looked_at_is_named(tmp_path: Path) -> None:
+    """Two replicas of four shards."""
+    for shard in range(4):
+        for flight in World(EVEN[:2]).flights():
+            told = replace(flight, facts={**flight.facts, "group": [shard, shard + 4]})
+            told.save(tmp_path / f"flight-{told.name:05d}.json")
+    shown = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).stdout
+    assert "not looked at: ranks 1, 5; ranks 2, 6; ranks 3, 7 (other groups: give" in shown
+    assert "Nothing to mend on the ranks that were looked at." in shown
+    body = json.loads(CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"]).stdout)
+    assert (body["clean"], body["missing"], body["other_groups"]) == (True, [], [[1, 5], [2, 6], [3, 7]])
+
+
+@pytest.mark.parametrize("name", ["small buckets", "large buckets", "missing no_sync", "latency"])
+def test_remedies_are_of_what_sends_the_gradients(name: str) -> None:
+    flights = CAUSES[name][0].flights()
+    for is_sharded in (False, True):
+        told = [replace(one, facts={**one.facts, "sharded": is_sharded}) for one in flights]
+        remedy = diagnose(told).findings[0].remedy
+        assert any(word in remedy for word in ("bucket_cap_mb", "no_sync")) is not is_sharded, remedy
+        assert any(word in remedy for word in ("fully_shard", "set_requires")) is is_sharded, remedy
 
 
 def test_a_card_that_has_become_thin_is_found_however_long_the_job_ran_well() -> None:
@@ -553,7 +605,7 @@ def test_ranks_that_left_no_record_are_named(tmp_path: Path) -> None:
     found = diagnose(load_any(tmp_path))
     assert found.missing == (1,)
     assert "no record of rank 1: what is slow there is not seen" in str(found)
-    assert "Nothing to mend on the ranks that were recorded." in str(found)
+    assert "Nothing to mend on the ranks that were looked at." in str(found)
     (tmp_path / "rank3.json.gz").write_bytes(gzip.compress(b"{}" * 9999)[:-9])
     with pytest.raises(FlightError, match=r"rank3\.json\.gz: cannot be unpacked"):
         load_any(tmp_path)

@@ -24,6 +24,7 @@ from benchmarks.exchange import (
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Assignment
+from espresso.comm.execute.failure import StalledError
 from espresso.live.planner import FixedPlanner
 from espresso.strategies import (
     PLAIN,
@@ -533,6 +534,36 @@ def run_impatient(rank: int) -> float:
 
 def test_waiting_for_a_bucket_inside_the_hook_does_not_hang():
     assert max(POOL.run(run_impatient)) < 10
+
+
+def run_hanging_disk(rank: int, error: Exception) -> tuple[str, bool, list[str]]:
+    """What is left of a failure cannot be written until all is over."""
+    exchange = Exchange(2)
+    executor, alarm, buckets = exchange.executor, exchange.groups.alarm, make_buckets(*SIZES)
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
+    mine = integers(buckets, rank, NUM_RANKS)
+    exchange.step(assignment, buckets, mine)
+    exchange.groups.barrier()
+    done, writes, goes_on, insist = list[str](), threading.Event(), threading.Event(), alarm.insist
+    alarm.insist = lambda: (insist(), done.append("insisted"))  # type: ignore[assignment]
+    executor.on_failure(lambda: (done.append("writes"), writes.set(), goes_on.wait(20)))
+    failing = threading.Thread(target=executor.lanes.fail, args=(error,))
+    failing.start()
+    failing.join(5)
+    is_stuck = failing.is_alive()
+    text = caught(lambda: exchange.step(assignment, buckets, mine))
+    writes.wait(5)
+    goes_on.set()
+    exchange.close()
+    return text, is_stuck, done
+
+
+@pytest.mark.parametrize("error", [ValueError("a codec broke"), StalledError("nothing went on")], ids=str)
+def test_a_disk_that_hangs_holds_up_neither_the_error_nor_the_word_to_the_others(error):
+    for text, is_stuck, done in POOL.run(run_hanging_disk, error):
+        assert str(error) in text
+        assert not is_stuck
+        assert done == ["insisted", "writes"]
 
 
 def run_misuse(rank: int) -> list[str]:

@@ -10,12 +10,14 @@ import pickle
 import signal
 import threading
 import time
+from contextlib import chdir, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,19 +28,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import espresso
 from espresso.comm.connections import Sent
 from espresso.comm.execute import averaging
-from espresso.comm.execute.assignment import Assignment, Record
+from espresso.comm.execute.assignment import Assignment, Interval, Record
 from espresso.comm.execute.averaging import Averager
 from espresso.comm.groups import Member
+from espresso.comm.witness import Witness
+from espresso.diagnosis.overlap import measured_overlap
 from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.flight.processors import Delays, Spent
 from espresso.live.figures import _predicted_overlap
 from espresso.live.marks import _with_gradient
 from espresso.live.names import named_gradients, tensor_specs
-from espresso.live.recorder import Recorder, _Listening
+from espresso.live.recorder import Recorder, _Listening, now_us
 from espresso.model.presets import job_from_trace
-from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, Slot, Strategy, TensorSpec, parse_option
-from tests.ddp import ALLGATHER, SHARDED, Played, agreed, mlp, registered, wrap
+from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, Lane, Slot, Strategy, TensorSpec, parse_option
+from tests.ddp import ALLGATHER, SHARDED, Played, Said, agreed, mlp, registered, wrap
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (4,)))
 BUCKETS = (Bucket(0, (Slot("a", 0, 8),)), Bucket(1, (Slot("b", 0, 4),)))
@@ -119,7 +123,7 @@ def test_files_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(FlightError, match="two of the flight records are rank 0's"):
         load_run(tmp_path)
     flight(0, facts={"group": [1, 3]}).save(tmp_path / "flight-00001.json")
-    assert load_run(tmp_path) == [flight()]
+    assert load_run(tmp_path) == [flight(other_groups=((1,),))]
     flight(0, facts={"group": [0, 1]}).save(tmp_path / "flight-00000.json")
     flight(1, num_ranks=3, facts={"group": [0, 1, 2]}).save(tmp_path / "flight-00001.json")
     with pytest.raises(FlightError, match=r"ranks 0, 1 and of ranks 0, 1, 2 lie in .* remove the older"):
@@ -302,33 +306,35 @@ def observed(rank: int, folder: str) -> dict[str, Any]:
 
 
 class Branches(nn.Module):
-    """In turn one of two layers; the first one is always there."""
+    """In turn one of two layers, or always the same; the first one is always there."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: int = 2) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 5), nn.Linear(20, 5)])
-        self.count = 0
+        self.count, self.turns = 0, turns
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        found: torch.Tensor = self.layers[1 + self.count % 2](self.layers[0](inputs))
+        found: torch.Tensor = self.layers[1 + self.count % self.turns](self.layers[0](inputs))
         return found
 
 
 def watched_oddly(rank: int, folder: str) -> list[tuple[int, set[str], set[str]]]:
     """Of observed jobs: steps, tensors, and where records lie. Of two, which are twins, some parameters are frozen, of
-    one unused.
+    two unused, and of one of these frozen once it was wrapped.
     """
     frozen, twin = (mlp(20, 300, 5) for _ in range(2))
     frozen[0].requires_grad_(False)
     twin[0].requires_grad_(False)
+    unused = wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0005)
+    unused.module.layers[0].bias.requires_grad_(False)
     found = []
     for ddp in (
-        wrap(frozen), wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0005), wrap(twin)
+        wrap(frozen), unused, wrap(twin), wrap(Branches(turns=1), static_graph=True, bucket_cap_mb=0.0005),
     ):  # fmt: skip
         watch = espresso.observe(ddp, folder, ranks_per_node=1)
         # Passes that exchange nothing use the layer too that the one that does leaves out.
-        run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 12, micro=3)
+        run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 12, micro=1 if ddp.static_graph else 3)
         watch.diagnose()
         watch.close()
         flight = watch.recorder.flight()
@@ -338,6 +344,51 @@ def watched_oddly(rank: int, folder: str) -> list[tuple[int, set[str], set[str]]
         slots = {slot.tensor for bucket in flight.stretches[0].buckets for slot in bucket.slots}
         found.append((len(flight.steps), slots, {str(path) for path in Path(folder).rglob(f"*{rank}.json")}))
     return found
+
+
+def graded(rank: int) -> list[int]:
+    """Jobs that take gradients of the output before their backward pass and behind it: how many steps were kept."""
+    counts = []
+    for is_observed in (False, True):
+        ddp, inputs, sides = wrap(mlp(20, 300, 5)), torch.randn(4, 20, requires_grad=True), []
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with closing(espresso.observe(ddp, ranks_per_node=1)) if is_observed else registered(ddp) as job:
+            for _ in range(8):
+                out = ddp(inputs).sum()
+                torch.autograd.grad(out, inputs, retain_graph=True)
+                began = now_us()
+                out.backward(retain_graph=True)
+                sides.append((began, now_us()))
+                torch.autograd.grad(out, inputs)
+                optimizer.step()
+            steps = (job.recorder if is_observed else job.session.recorder).flight().steps
+        for each in steps:
+            script, (began, ended) = each.script, sides[each.number - is_observed]
+            moments = [began, script.backward_us, *each.ready_us, script.backward_end_us, script.averaged_us, ended]
+            assert moments == sorted(moments), (is_observed, each.number, moments)
+            assert script.passes == 1
+        counts.append(len(steps))
+    return counts
+
+
+class Opaque(nn.Module):
+    """What it returns nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 5)
+
+    def forward(self, inputs: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.layer(inputs))
+
+
+def unseen(rank: int) -> list[str]:
+    """What is said of a job whose backward pass nothing shows."""
+    ddp = wrap(Opaque())
+    with Said() as said, closing(espresso.observe(ddp, ranks_per_node=1)):
+        for _ in range(20):
+            ddp(torch.randn(4, 20)).logits.sum().backward()
+    return said.warnings
 
 
 def asked(rank: int, folder: str) -> list[Any]:
@@ -369,6 +420,37 @@ def failing(rank: int, folder: str) -> str:
         with pytest.raises(espresso.EspressoError, match="for the record"), state.errors():
             run(ddp, optimizer, 1)
     return json.loads(Path(folder, f"flight-{rank:05d}.json").read_text())["facts"]["written"]
+
+
+def asked_for_without_a_folder(rank: int, folder: str) -> list[str]:
+    """By two models of a process: where a signal's records lie."""
+    Path(folder).mkdir(exist_ok=True)
+    first, second = wrap(mlp(20, 30, 5)), wrap(mlp(20, 30, 5))
+    with (
+        chdir(folder), registered(first, record_signal="SIGUSR1"), registered(second, record_signal="SIGUSR1")
+    ):  # fmt: skip
+        for ddp in (first, second):
+            run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob(f"*{rank}.json"))
+
+
+def failing_at_last(rank: int, folder: str) -> bool:
+    """Whether the record of an error is there after closing, which begins before it is written."""
+    ddp, written, found = wrap(mlp(20, 30, 5)), Path(folder, f"flight-{rank:05d}.json"), list[bool]()
+    closes, end = threading.Event(), Witness.close
+
+    def close(witness: Witness) -> None:
+        closes.set()
+        end(witness)
+        found.append(written.exists())
+
+    with patch.object(Witness, "close", close), registered(ddp, artifacts_dir=folder) as state:
+        run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 2)
+        write = state.session.recorder.write
+        state.session.recorder.write = lambda path: (closes.wait(10), write(path))
+        state.session.executor.lanes.fail(espresso.EspressoError("for the record"))
+    return found[0]
 
 
 def dropped(rank: int, folder: str) -> tuple[str, int]:
@@ -468,8 +550,12 @@ def played(folder: str) -> Played:
         compressed,
         observed_here,
         watched_oddly_here,
+        graded,
+        unseen,
         asked_here,
         failing_here,
+        failing_at_last_here,
+        asked_for_without_a_folder_here,
         dropped_here,
         forked_here,
         given_file_here,
@@ -495,6 +581,14 @@ def asked_here(rank: int) -> list[Any]:
 
 def failing_here(rank: int) -> str:
     return failing(rank, os.environ["FLIGHTS"] + "/failing")
+
+
+def failing_at_last_here(rank: int) -> bool:
+    return failing_at_last(rank, os.environ["FLIGHTS"] + "/failing-at-last")
+
+
+def asked_for_without_a_folder_here(rank: int) -> list[str]:
+    return asked_for_without_a_folder(rank, os.environ["FLIGHTS"] + "/nowhere")
 
 
 def dropped_here(rank: int) -> tuple[str, int]:
@@ -544,12 +638,22 @@ def test_frozen_and_unused_parameters_do_not_hide_a_job_and_two_jobs_have_two_fo
     played: Played, folder: str
 ) -> None:
     for rank, found in enumerate(played(watched_oddly_here)):
-        (steps, slots, files), (steps_unused, slots_unused, both_files), (*_, all_files) = found
+        (steps, slots, files), (steps_unused, slots_unused, both_files), (*_, all_files), static = found
         assert steps >= 9
         assert slots == {"2.weight", "2.bias"}
         assert (steps_unused, len(slots_unused)) == (11, 6), "DDP does not rebuild those"
+        assert (static[0], static[1]) == (8, slots_unused)
         first, second, third = (f"{folder}/oddly/{name}flight-{rank:05d}.json" for name in ("", "2/", "3/"))
         assert (files, both_files, all_files) == ({first}, {first, second}, {first, second, third})
+
+
+def test_a_gradient_of_the_output_is_no_backward_pass(played: Played) -> None:
+    assert played(graded) == [[8, 5]] * 2
+
+
+def test_a_model_whose_output_says_nothing_is_told_of_once(played: Played) -> None:
+    for (warning,) in played(unseen):
+        assert "no tensor with a gradient in what the model returns (SimpleNamespace)" in warning
 
 
 def test_a_plain_job_is_recorded_whole(played: Played, folder: str) -> None:
@@ -614,6 +718,26 @@ def test_an_error_leaves_a_record(played: Played) -> None:
     assert played(failing_here) == ["the exchange failed"] * 2
 
 
+def test_closing_waits_for_the_record_of_an_error(played: Played) -> None:
+    assert played(failing_at_last_here) == [True, True]
+
+
+def test_two_models_that_are_asked_and_have_no_folder_write_two_files(played: Played) -> None:
+    for rank, found in enumerate(played(asked_for_without_a_folder_here)):
+        assert found == [f"2/flight-{rank:05d}.json", f"flight-{rank:05d}.json"]
+
+
+def test_what_a_device_hides_is_told_by_its_own_times() -> None:
+    """Its host is through with backward long before it is."""
+    there = replace(step(0, 1000.0), script=Script(backward_end_us=10.0, averaged_us=20.0))
+    assert measured_overlap(there, on_device=True) == pytest.approx(1 - 10.0 / 11.0)
+    assert measured_overlap(there) == 0.0
+    assert measured_overlap(replace(there, spans=()), on_device=True) is None
+    recorder = recorder_of_one_rank(host_copies=True)
+    take(recorder, 0, [Interval(0, Lane.INTER_OUT, 0, 10)])
+    assert recorder.overlap() == pytest.approx(0.9)
+
+
 def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look costs .3 ms a bucket, and may take .4 % of the steps, as long as one step in 64 is looked at."""
     for num_buckets, step_ms, every in ((1, 1000, 1), (1, 100, 2), (2, 20, 16), (40, 20, 64)):
@@ -629,10 +753,10 @@ def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pyt
         assert looked[128:] == [iteration % every == 0 for iteration in range(128, 256)], (num_buckets, step_ms)
 
 
-def recorder_of_one_rank() -> Recorder:
+def recorder_of_one_rank(*, host_copies: bool = False) -> Recorder:
     groups: Any = SimpleNamespace(
-        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, cores=1.0, host_copies=False, from_rank_0=str,
-        all_objects=lambda mine: [mine],
+        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, cores=1.0, host_copies=host_copies, from_rank_0=str,
+        all_objects=lambda mine: [mine], hosts=frozenset({"rank"}),
     )  # fmt: skip
     return Recorder(groups)
 
@@ -654,11 +778,22 @@ def test_a_record_holds_as_many_steps_as_were_asked_for(tmp_path: Path) -> None:
 
 def test_connections_are_looked_at_as_often_as_the_ring_is_half_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """By this rank alone: between looks at clocks, which ask others, are thousands of steps."""
-    monkeypatch.setattr("espresso.comm.connections.sent", lambda: Sent(1, 1.0, 0.0, 50.0))
+    hosts = list[set[str]]()
+
+    class Tally:
+        def __init__(self, of: set[str]) -> None:
+            hosts.append(of)
+
+        def sent(self) -> Sent:
+            return Sent(1, 1.0, 0.0, 50.0)
+
+    monkeypatch.setattr("espresso.comm.connections.Tally", Tally)
+    monkeypatch.setattr("espresso.live.recorder.connected", lambda: SimpleNamespace(addresses=("server",)))
     recorder = recorder_of_one_rank()
     for number in range(600):
         take(recorder, number, [])
     assert len(recorder.traffic) == 2
+    assert hosts == [{"rank", "server"}], "what goes elsewhere says nothing of the job's"
 
 
 @pytest.mark.timeout(30)

@@ -234,6 +234,25 @@ def some_are_done(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         return joined, told(state)[len(joined) :]
 
 
+def goes_exact(rank: int) -> list[set[str]]:
+    """The groups that have figures while all is compressed, while one is exact, and when all are."""
+    ddp, found = wrap(mlp(*WIDTHS)), []
+    cluster = Cluster(4, 1)
+    all_of, none = (strategy_for(ddp, cluster, *how) for how in ((ALLGATHER, "efsignsgd"), ()))
+    some = all_of.with_choices({name: PLAIN for name in all_of.choices if name.startswith("2.")})
+    with (
+        patch("espresso.live.guard.EVERY", 2),
+        registered(ddp, strategy=all_of, compressor="efsignsgd", adapt=True) as state,
+    ):
+        for strategy in (all_of, some, none):
+            state.use(strategy)
+            for number in range(8):
+                ddp.zero_grad()
+                ddp(batch(rank, number, WIDTHS[0])).square().mean().backward()
+            found.append({name.rpartition("/")[2] for name in state.metrics() if "/lost/" in name})
+    return found
+
+
 def answers_later(rank: int) -> int:
     """The guard sums in every other step, soundings follow one another, and one rank always has its window later."""
     ddp = wrap(mlp(*WIDTHS))
@@ -255,7 +274,7 @@ def answers_later(rank: int) -> int:
 def played() -> Played:
     scenarios = (
         apart, learnt, uneven, drifts, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many,
-        some_are_done, answers_later, zero_a_tensor_with_momentum, halve_what_one_rank_decodes,
+        some_are_done, goes_exact, answers_later, zero_a_tensor_with_momentum, halve_what_one_rank_decodes,
     )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=180)
 
@@ -307,6 +326,10 @@ def test_one_of_more_tensors_than_a_check_looks_at_is_confirmed(played):
 
 def test_what_ranks_tell_each_other_on_the_way_is_in_one_order(played):
     assert played(answers_later) == [2 * (len(WIDTHS) - 1)] * 4, "what waits only on one rank keeps nobody back"
+
+
+def test_what_goes_exact_has_no_figures_any_more(played):
+    assert played(goes_exact) == [[{"0", "2", "4"}, {"0", "4"}, set()]] * 4
 
 
 def test_averages_over_some_ranks_are_sound_and_an_earlier_checkpoint_is_looked_at(played):

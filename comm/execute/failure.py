@@ -7,8 +7,10 @@
     3. settle   the others are told, once; the error is kept, and every future gets it: DDP goes on, and raises
     4. log it
     5. insist   who has not heard it is told again
+    6. leave    what is left for people is written down
 
-Steps 2 to 5 run on a thread of their own. None of them waits for the job's store, a collective or a peer.
+Steps 2, 5 and 6 run on a thread of their own, and 3 and 4 too where a peer seems lost. None of 2 to 5 waits for the
+job's store, a collective or a peer; 6 may wait for a disk.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from espresso.comm.execute.lanes import Node
 from espresso.comm.witness import NOTICE_S, WHO_S, Witness, lost_peer, worded
 
 logger = logging.getLogger("espresso")
+
+LEAVE_S = 10.0
+"""For all of this, where the process ends meanwhile: a full record takes 1.5 s to write, and a disk may hang."""
 
 
 class StalledError(EspressoError):
@@ -40,7 +45,7 @@ class Failure:
         ending: of the error's text, for what PyTorch puts behind it.
 
     Attributes:
-        on_log: called once the error was told and logged: what is left for people is written down.
+        on_log: called once the error was logged and everybody told: what is left for people is written down.
     """
 
     def __init__(
@@ -59,10 +64,10 @@ class Failure:
         asks = not isinstance(error, LostRankError | PeerError)  # those have been asked for, or a rank that knew more
         asks &= isinstance(error, StalledError) or lost_peer(what)
         if asks:
-            self._witness.apart(lambda: self._find_out(error, where, what))
+            self._witness.apart(lambda: self._find_out(error, where, what), LEAVE_S)
         else:
             self._settle(error, where, what, "")
-            self._witness.apart(self._alarm.insist)
+            self._witness.apart(self._insist, LEAVE_S)
 
     def wait(self, error: EspressoError) -> EspressoError:
         """The first error, once ``begin`` has worded it; ``error`` if that takes too long."""
@@ -77,7 +82,13 @@ class Failure:
             logger.debug("could not find out whose failure it was", exc_info=True)
         finally:
             self._settle(error, where, what, hint)
-        self._alarm.insist()
+        self._insist()
+
+    def _insist(self) -> None:
+        try:
+            self._alarm.insist()
+        finally:
+            self.on_log()
 
     def _settle(self, error: BaseException, where: str, what: str, hint: str) -> None:
         text = f"espresso on rank {self._rank} failed in {where}: {what}.{hint}{self._ending}"
@@ -92,4 +103,3 @@ class Failure:
         finally:
             self._settled.set()
             logger.error("%s", text, exc_info=error)
-            self.on_log()

@@ -93,6 +93,7 @@ class _Case:
         self.step_us = median(turn.measured for turn in run.turns) * self.passes
         self.hosts = list(dict.fromkeys(run.hosts))
         self.is_plain = run.stretch.strategy.only_averages
+        self.words = _FSDP if run.flights[0].facts.get("sharded") is True else _DDP
         self._last = [turn.last for turn in run.turns]
 
     def diagnosis(self) -> Diagnosis:
@@ -118,6 +119,7 @@ class _Case:
             self.run.num_ranks,
             shares,
             tuple(map(flights[0].name_of, sorted(set(range(self.run.num_ranks)) - {one.rank for one in flights}))),
+            flights[0].other_groups,
         )
 
     # -- what every rule needs -----------------------------------------------------------------------
@@ -274,7 +276,7 @@ class _Case:
             each = max(self.costs.latency_us)
             yield self._finding(
                 "latency_bound", None, gain, gain, 0.8,
-                "fewer and larger rounds: a larger bucket_cap_mb, an option of fewer steps, no PowerSGD or"
+                f"fewer and larger rounds: {self.words['larger']}, an option of fewer steps, no PowerSGD or"
                 " parameter servers; or ranks closer together",
                 f"an exchange spends {each / 1e3:.1f} ms on the way, and there are {len(self.costs.exchanges)} a step",
             )  # fmt: skip
@@ -320,7 +322,7 @@ class _Case:
         if self.counts(gain, LEAST_SHARE / 2):
             yield self._finding(
                 "missing_no_sync", None, gain, gain, 0.95,
-                "run the backward passes before the last one under model.no_sync()",
+                self.words["no_sync"],
                 f"gradients are exchanged {self.passes} times for one step of the optimizer",
             )  # fmt: skip
 
@@ -348,7 +350,7 @@ class _Case:
         largest = max(map(bucket_bytes, before)) / 1e6
         yield self._finding(
             "buckets_too_small" if is_small else "buckets_too_large", None, gain, gain, 0.7,
-            f"DistributedDataParallel(bucket_cap_mb={-cap:g})",
+            self.words["cap"].format(cap=-cap),
             f"{len(before)} buckets of at most {largest:.2g} MB; {count} would do better: "
             + ("every exchange has a fixed cost" if is_small else "the first exchange begins late"),
         )  # fmt: skip
@@ -411,6 +413,19 @@ class _Case:
             late.append(lost)
         return median(late) if late else 0.0
 
+
+_DDP = {
+    "larger": "a larger bucket_cap_mb",
+    "cap": "DistributedDataParallel(bucket_cap_mb={cap:g})",
+    "no_sync": "run the backward passes before the last one under model.no_sync()",
+}
+_FSDP = {
+    "larger": "larger modules for fully_shard",
+    "cap": "fully_shard on modules of about {cap:g} MB a shard: several blocks together, or parts of one",
+    "no_sync": "call model.set_requires_gradient_sync(False) before the first of these passes, and (True) before"
+    " the last",
+}
+"""How what sends gradients is told what a finding asks for."""
 
 _REMEDIES = {
     "slow_input": "rank {rank} on {host} comes late to its forward pass: more DataLoader workers, pin_memory, prefetch,"

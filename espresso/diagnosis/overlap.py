@@ -13,15 +13,18 @@ from espresso.model.timeline import first_come
 from espresso.strategies import Strategy, plan
 
 
-def measured_overlap(step: StepRecord) -> float | None:
-    """Of one rank's step; None where its exchanges, or the end of its backward pass, were not seen."""
-    script = step.script
+def measured_overlap(step: StepRecord, on_device: bool = False) -> float | None:
+    """Of one rank's step; None where its exchanges, or the end of its backward pass, were not seen.
+
+    On a GPU, whose host runs ahead, backward ends with the last bucket.
+    """
     exchanged = [(span.start_us, span.end_us) for span in step.spans]
-    if script.backward_end_us is None or not exchanged:
+    gone, end = step.script.backward_end_us, step.script.averaged_us or step.done_us
+    if on_device:
+        gone, end = max(step.ready_us), step.done_us
+    if gone is None or not exchanged:
         return None
-    end = script.backward_end_us if script.averaged_us is None else script.averaged_us
-    open_us = max(max(end, step.done_us) - script.backward_end_us, 0.0)
-    return hidden(open_us, _covered(exchanged))
+    return hidden(max(end, step.done_us, gone) - gone, _covered(exchanged))
 
 
 def predicted_overlap(job: Job, strategy: Strategy) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ PHASES = {
 
 HIDDEN_SHARE = 0.05
 """Of a step: where averages are waited for less, compression is not worth a try."""
+
+MOST_GROUPS = 8
+"""That people are told of."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Diagnosis:
         bound: what takes most of a step: ``compute``, ``input``, ``network`` or, with findings, the first one's kind.
         shares: of a step, by phase.
         missing: ranks that left no record here; what is slow on them alone is not seen.
+        other_groups: ranks that left one beside these and train in other groups; nobody looked at it.
     """
 
     findings: tuple[Finding, ...]
@@ -73,6 +78,7 @@ class Diagnosis:
     num_ranks: int
     shares: dict[str, float]
     missing: tuple[int, ...] = ()
+    other_groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -95,18 +101,25 @@ def text_of(found: Diagnosis) -> str:
         f" {_ms(found.step_us)}; the timeline replays them in {_ms(found.replayed_us)}"
     ]
     if found.missing:
-        ranks = ("rank " if len(found.missing) == 1 else "ranks ") + ", ".join(map(str, found.missing))
-        lines.append(f"  no record of {ranks}: what is slow there is not seen")
+        lines.append(f"  no record of {_ranks(found.missing)}: what is slow there is not seen")
+    if found.other_groups:
+        groups = "; ".join(map(_ranks, found.other_groups[:MOST_GROUPS]))
+        groups += "; …" if len(found.other_groups) > MOST_GROUPS else ""
+        lines.append(f"  not looked at: {groups} (other groups: give the files of each a folder of their own)")
     shares = sorted(((share, PHASES[name]) for name, share in found.shares.items()), reverse=True)
     lines.append("  " + ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.01))
     if found.overlap is not None:
         lines.append(f"  {found.overlap:.0%} of all communication is hidden behind backward")
     if found.clean:
-        where = " on the ranks that were recorded" if found.missing else ""
+        where = " on the ranks that were looked at" if found.missing or found.other_groups else ""
         lines += ["", f"Nothing to mend{where}. A step is bound by {found.bound}; {_advice(found.shares['exposed'])}"]
     for number, finding in enumerate(found.findings, start=1):
         lines += ["", *_rows(number, finding, found.step_us)]
     return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _advice(waits: float) -> str:

@@ -13,7 +13,7 @@ Times are microseconds of the rank's own ``perf_counter``; :mod:`espresso.flight
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -159,7 +159,7 @@ class Tick(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a rank's TCP connections to another host have done, from the beginning to a moment.
+    """What a rank's TCP connections to the job's other hosts have done, from the beginning to a moment.
 
     Attributes:
         num_bytes: sent and acknowledged.
@@ -189,7 +189,9 @@ class Flight:
         facts: the ranks in the world that train together (``group``), a text that is this run's alone (``run``), cores
             of a rank (``cores``), bytes of DDP's buffers (``buffer_bytes``), ``bucket_cap_mb``, what the host's card
             sent at the start when nothing else did, in bytes a microsecond (``card_rate``), whether the exchange was
-            observed from outside (``observed``), and what else is known.
+            observed from outside (``observed``), whether the ranks are replicas of a shard (``sharded``), and what else
+            is known.
+        other_groups: no part of the file: the ranks of other groups that left records beside it.
     """
 
     rank: int
@@ -201,6 +203,7 @@ class Flight:
     ticks: tuple[Tick, ...] = ()
     traffic: tuple[Traffic, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    other_groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         with faults(FlightError):
@@ -302,7 +305,8 @@ class Flight:
 def load_run(folder: str | Path) -> list[Flight]:
     """The flight records of all ranks in a folder, in rank order.
 
-    Where ranks train in several groups (a module's shards, each with its replicas) they are those of the first group.
+    Where ranks train in several groups (a module's shards, each with its replicas) they are those of the first group,
+    and say which the others are.
 
     Raises:
         FlightError: none there, one is malformed, or they are not those of one run.
@@ -323,9 +327,15 @@ def load_run(folder: str | Path) -> list[Flight]:
                 f"flight records of ranks {_listed(first)} and of ranks {_listed(group)} lie in {folder}: they are of"
                 " different runs; remove the older ones"
             )
-    flights = [flight for flight in flights if flight.facts.get("group") == first]
-    check_run(flights)
-    return sorted(flights, key=lambda flight: flight.rank)
+    groups: dict[str, list[Flight]] = {}
+    for flight in flights:
+        groups.setdefault(str(flight.facts.get("group")), []).append(flight)
+    mine, *others = groups.values()
+    check_run(mine)
+    if others:
+        names = tuple(tuple(flight.name for flight in group) for group in others)
+        mine = [replace(flight, other_groups=names) for flight in mine]
+    return sorted(mine, key=lambda flight: flight.rank)
 
 
 def _listed(ranks: list[Any]) -> str:

@@ -34,6 +34,9 @@ _DTYPES |= {"BFloat16": "bfloat16", "c10::BFloat16": "bfloat16"}
 UNKNOWN_NUMEL = 1 << 18
 """Elements of an exchange whose size the trace does not tell."""
 
+_ON_DEVICE = ("kernel", "gpu_user_annotation")
+"""Categories of what ran on a GPU: kernels, and the host's annotations once more, as they lie over those."""
+
 
 @dataclass(frozen=True)
 class _Event:
@@ -41,6 +44,7 @@ class _Event:
     start: float
     end: float
     args: Mapping[str, Any]
+    on_device: bool
 
     @property
     def numel(self) -> tuple[int, str]:
@@ -120,11 +124,16 @@ def flight_of(body: Any, *, rank: int = 0, num_ranks: int = 1) -> Flight:
     told = told if isinstance(told, dict) else {}
     rank, num_ranks = _whole(told.get("rank"), rank), max(_whole(told.get("world_size"), num_ranks), 1)
     events = _events(body["traceEvents"])
+    on_host, device = ([event for event in events if event.on_device is there] for there in (False, True))
+    kernels = [event for event in device if _is_kernel(event.name)]
+    # On a GPU the host only says when they were launched, and may be in its next step when they run.
+    exchanges = kernels or [e for e in on_host if e.name.lower() in ("gloo:all_reduce", "nccl:all_reduce")]
+    windows = _from_start_to_start(device) if kernels else {}
     steps: list[StepRecord] = []
     stretches: dict[tuple[tuple[int, str], ...], int] = {}
-    for number, start, end in _steps(events):
-        first, last = (bisect_left(events, at, key=lambda event: event.start) for at in (start, end))
-        step, shape = _step(number, events[first:last], stretches, num_ranks)
+    for number, start, end in _steps(on_host):
+        exchanged = _within(exchanges, *windows.get(number, (start, end)))
+        step, shape = _step(number, _within(on_host, start, end), exchanged, stretches, num_ranks)
         if step is not None:
             stretches.setdefault(shape, len(stretches))
             steps.append(step)
@@ -134,7 +143,7 @@ def flight_of(body: Any, *, rank: int = 0, num_ranks: int = 1) -> Flight:
             " profiler.step() after each, and record the CPU's activities"
         )
     cluster = Cluster(num_ranks, 1)
-    made = tuple(_stretch(shape, cluster) for shape in stretches)
+    made = tuple(_stretch(shape, cluster, on_device=bool(kernels)) for shape in stretches)
     host = body.get("host_name")
     name = host if isinstance(host, str) and host else f"rank {rank}"
     return Flight(rank, num_ranks, name, cluster, made, tuple(steps), facts={"source": "kineto", "buffer_bytes": 1})
@@ -151,37 +160,53 @@ def _events(rows: list[Any]) -> list[_Event]:
             continue
         name, start, took, args = row.get("name"), row.get("ts"), row.get("dur"), row.get("args")
         if isinstance(name, str) and isinstance(start, int | float) and isinstance(took, int | float) and took >= 0:
-            found.append(_Event(name, float(start), float(start + took), args if isinstance(args, dict) else {}))
+            known = args if isinstance(args, dict) else {}
+            found.append(_Event(name, float(start), float(start + took), known, row.get("cat") in _ON_DEVICE))
     return sorted(found, key=lambda event: event.start)
 
 
 def _steps(events: Sequence[_Event]) -> list[tuple[int, float, float]]:
     """(number, from, to): the profiler's own, else from one optimizer's end to the next."""
-    marked: dict[int, tuple[float, float]] = {}
-    for event in events:
-        if match := _STEP.fullmatch(event.name):
-            start, end = marked.get(int(match[1]), (event.start, event.end))
-            marked[int(match[1])] = min(start, event.start), max(end, event.end)
+    marked = _marked(events)
     if marked:
         return [(number, *marked[number]) for number in sorted(marked)]
     ends = [event.end for event in events if event.name.startswith("Optimizer.step#")]
     return [(number, a, b) for number, (a, b) in enumerate(itertools.pairwise(ends))]
 
 
-def _is_exchange(name: str) -> bool:
+def _marked(events: Sequence[_Event]) -> dict[int, tuple[float, float]]:
+    """From where to where the profiler's steps go, by number."""
+    marked: dict[int, tuple[float, float]] = {}
+    for event in events:
+        if match := _STEP.fullmatch(event.name):
+            start, end = marked.get(int(match[1]), (event.start, event.end))
+            marked[int(match[1])] = min(start, event.start), max(end, event.end)
+    return marked
+
+
+def _from_start_to_start(events: Sequence[_Event]) -> dict[int, tuple[float, float]]:
+    """The same of a device, where a mark ends with what the main thread launched."""
+    starts = sorted((start, number) for number, (start, _) in _marked(events).items())
+    return {number: (start, after) for (start, number), (after, _) in itertools.pairwise([*starts, (math.inf, 0)])}
+
+
+def _within(events: Sequence[_Event], start: float, end: float) -> Sequence[_Event]:
+    first, last = (bisect_left(events, at, key=lambda event: event.start) for at in (start, end))
+    return events[first:last]
+
+
+def _is_kernel(name: str) -> bool:
     low = name.lower()
-    return low in ("gloo:all_reduce", "nccl:all_reduce") or ("nccl" in low and "kernel" in low and "allreduce" in low)
+    return "nccl" in low and "kernel" in low and "allreduce" in low
 
 
 def _step(
-    number: int, events: Sequence[_Event], stretches: Mapping[Any, int], num_ranks: int
+    number: int, events: Sequence[_Event], exchanges: Sequence[_Event], stretches: Mapping[Any, int], num_ranks: int
 ) -> tuple[StepRecord | None, tuple[tuple[int, str], ...]]:
+    """What the host did in a step and what was exchanged, and the sizes of that; None: it is not whole."""
     forward = [event for event in events if event.name == "DistributedDataParallel.forward"]
     backward = [event for event in events if event.name.startswith("autograd::engine::evaluate_function")]
     optimizer = [event for event in events if event.name.startswith("Optimizer.step#")]
-    reduced = [event for event in events if _is_exchange(event.name)]
-    kernels = [event for event in reduced if "kernel" in event.name.lower()]
-    exchanges = kernels or reduced  # on a GPU the annotations only say when they were launched
     if not forward or not backward or not exchanges:
         return None, ()
     last = forward[-1]
@@ -189,8 +214,8 @@ def _step(
     # Before the optimizer begins: what a script averages behind it (its loss, say) is no gradient. Kernels are not told
     # apart so: the host runs ahead of them.
     ended = max((event.end for event in backward), default=last.end)
-    until = math.inf if kernels else next((event.start for event in optimizer if event.start >= ended), math.inf)
-    exchanges = [event for event in exchanges if last.end <= event.start < until]
+    until = next((event.start for event in optimizer if event.start >= ended), math.inf)
+    exchanges = [event for event in exchanges if last.end <= event.start and (event.on_device or event.start < until)]
     if not backward or not exchanges:
         return None, ()
     sent = [e for e in events if e.name.lower() in ("gloo:broadcast", "nccl:broadcast") and e.start >= last.start]
@@ -222,8 +247,8 @@ def _step(
     return StepRecord(number, place, script, ready, done, True, sent_bytes, sent_bytes, spans), shape
 
 
-def _stretch(shape: tuple[tuple[int, str], ...], cluster: Cluster) -> Stretch:
+def _stretch(shape: tuple[tuple[int, str], ...], cluster: Cluster, *, on_device: bool) -> Stretch:
     """Plain exchanges of buckets that hold one tensor each."""
     tensors = tuple(TensorSpec(f"bucket {place}", (numel,), dtype) for place, (numel, dtype) in enumerate(shape))
     buckets = tuple(Bucket(place, (Slot(each.name, 0, each.numel),), each.dtype) for place, each in enumerate(tensors))
-    return Stretch(Strategy.uniform(tensors, cluster, partition_bytes=0), buckets)
+    return Stretch(Strategy.uniform(tensors, cluster, partition_bytes=0), buckets, host_copies=on_device)

@@ -184,7 +184,8 @@ class Config:
         artifacts_dir: where strategy, job and flight records are written; None writes nothing. What cannot be
             written is a warning, never an error.
         record_signal: ``SIGUSR1`` or ``SIGUSR2``: a rank that gets it writes its last steps, as ``state.record`` does,
-            into ``artifacts_dir``, or else into the working directory. None leaves signals alone.
+            into ``artifacts_dir``, or else into the working directory (of a second model in a folder ``2``). None
+            leaves signals alone.
 
     Raises:
         TypeError: a setting of another type.

@@ -163,7 +163,8 @@ class Guard:
         velocities: in front of it, where the job corrects momentum; of a rule that does not clip.
 
     Attributes:
-        figures: of each group, by name: ``deviation``, ``residual_ratio``, ``lost``, of its latest check.
+        figures: of each group that is compressed, by name: ``deviation``, ``residual_ratio``, ``lost``, of its latest
+            check.
     """
 
     def __init__(
@@ -204,13 +205,17 @@ class Guard:
         """An iteration begins; nothing is under way.
 
         Args:
-            in_use: whether what it runs is not only tried, so that what it owes counts.
+            in_use: whether what it runs is not only tried, so that what it owes counts, and what is exact loses its
+                figures.
         """
         self._check = None
         if iteration < self._next or self._summing is not None or assignment.deferred:
             return
         choices = assignment.strategy.known  # of all shards, which keep in step
         names = sorted(name for name, choice in choices.items() if _is_seen(choice))
+        if in_use:
+            seen = {self._group_of[name] for name in names}
+            self.figures = {group: row for group, row in self.figures.items() if group in seen}
         if not names:
             return
         checks = math.ceil(len(names) / MOST_TENSORS)

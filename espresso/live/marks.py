@@ -6,6 +6,7 @@ the autograd engine, which calls back after its graph, and then, in turn, after 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -20,10 +21,15 @@ from espresso.comm.module_hooks import StaysBehind
 from espresso.live.recorder import Recorder, now_us
 from espresso.live.script import OurOptimizers
 
+logger = logging.getLogger("espresso")
+
 _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
 DEPTH, MOST_OUTPUTS = 4, 16
 """So deep a model's output is searched for tensors with a gradient, and for so many of them."""
+
+PATIENCE = 8
+"""Steps after which it is said what of them is not seen."""
 
 
 class ScriptMarks:
@@ -43,6 +49,7 @@ class ScriptMarks:
         on_averaged: Callable[[], None] = lambda: None,
     ) -> None:
         self._recorder, self._ours, self._on_averaged = recorder, OurOptimizers(ours), on_averaged
+        self._passes, self._finds = 0, False
         self._handles: list[Any] = [
             module.register_forward_pre_hook(StaysBehind(self._enter)),
             module.register_forward_hook(StaysBehind(self._forward_end)),
@@ -70,13 +77,22 @@ class ScriptMarks:
     def _forward_end(self, module: object, inputs: object, output: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._recorder.script.forward_end_us = now_us()
-            for found in islice(_with_gradient(output), MOST_OUTPUTS):
-                found.register_hook(self._backward)  # type: ignore[no-untyped-call]
+            found = [*islice(_with_gradient(output), MOST_OUTPUTS)]
+            for each in found:
+                each.register_hook(self._backward)  # type: ignore[no-untyped-call]
+            self._passes, self._finds = self._passes + 1, self._finds or bool(found)
+            if self._passes == PATIENCE and not self._finds:
+                logger.warning(
+                    "espresso finds no tensor with a gradient in what the model returns (%s), and does not see its"
+                    " backward passes: return tensors, or tuples, lists, mappings or dataclasses of them",
+                    type(output).__name__,
+                )
 
     def _backward(self, _: torch.Tensor) -> None:
-        script = self._recorder.script
-        if script.backward_us is None:
-            script.backward_us = now_us()
+        recorder, script = self._recorder, self._recorder.script
+        # A graph that ended and sent nothing was no backward pass, but ``autograd.grad`` of these outputs.
+        if script.backward_us is None or (script.backward_end_us is not None and not recorder.has_begun):
+            script.backward_us, script.backward_end_us, script.averaged_us = now_us(), None, None
             _queue_callback(self._backward_end)
 
     def _backward_end(self) -> None:

@@ -27,7 +27,7 @@ from espresso.diagnosis.report import Diagnosis
 from espresso.flight.form import Flight
 from espresso.live.artifacts import own_folder
 from espresso.live.config import RANGES
-from espresso.live.marks import ScriptMarks, facts_of
+from espresso.live.marks import PATIENCE, ScriptMarks, facts_of
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import KEPT_STEPS, Recorder
 from espresso.strategies import Bucket, Strategy, ring_bytes
@@ -38,9 +38,6 @@ _LIVE: weakref.WeakSet[ObservedJob] = weakref.WeakSet()
 
 BUCKETS_KNOWN, SIZES_KNOWN = "rebuilt_per_bucket_param_indices", "bucket_sizes"
 """Where DDP's log says which parameters its buckets hold, once it has rebuilt them, and how many bytes before."""
-
-PATIENCE = 8
-"""Steps with exchanges after which it is said that DDP's buckets are not known."""
 
 
 class ObservedJob:
@@ -73,6 +70,7 @@ class ObservedJob:
         self._ready_ns: list[int] = []
         self._count = 0
         self._handles: list[Any] = []
+        self._watch([list(parameters.values())])
         self._marks: ScriptMarks | None = ScriptMarks(model, self._names, self.recorder, self._averaged)
         self.recorder.look()
         self.recorder.look_at_card()
@@ -96,7 +94,7 @@ class ObservedJob:
             return
         self._marks.detach()
         self._marks = None
-        self._forget_buckets()
+        self._forget()
         self.recorder.leave(self._artifacts_dir, "the job ended")
         self._groups.close()
 
@@ -104,45 +102,50 @@ class ObservedJob:
         """DDP has its averages, or was told to exchange nothing."""
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
-            self._ready_ns = [0] * len(self._buckets)
+            self._ready_ns = [0] * len(self._ready_ns)
             return
-        if self._buckets and not any(self._ready_ns):  # a gradient of one output, or of the inputs: no backward pass
-            self.recorder.script.backward_us = None
+        if not any(self._ready_ns):  # a gradient of one output, or of the inputs: no backward pass
             return
         self._count += 1
+        self.recorder.begin()
         now, ready, buckets = time.perf_counter_ns(), self._ready_ns, self._buckets
-        if _keeps_first_buckets(model) and any(ready):  # DDP has what was not used ready from the beginning
+        if _leaves_some_out(model):  # DDP has what was not used ready from the beginning
             ready = [at or min(filter(None, ready)) for at in ready]
         if buckets and all(ready):
             sent = sum(ring_bytes(bucket.numel, bucket.dtype, self._groups.num_ranks) for bucket in buckets)
             record = Record(self._count, self._assignment, list(ready), now, True, sent, sent, buckets)
             self.recorder.take(record)
-        else:
-            self.recorder.skip()
-        self._ready_ns = [0] * len(buckets)
+        self._ready_ns = [0] * len(ready)
         if not buckets:
             self._find_buckets(model)
             if self._count == PATIENCE and not self._buckets:
                 logger.warning("espresso.observe does not know DDP's buckets after %d steps, and keeps none", PATIENCE)
 
     def _find_buckets(self, model: DistributedDataParallel) -> None:
-        """Watch the last gradient of every bucket, from the next pass on."""
+        """Watch each bucket from the next pass on, if it is known what they hold; until then all parameters are one."""
         data: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         there = {id(parameter): parameter for parameter in model.parameters()}
         ours = [there[key] for key in self._names if key in there]  # as DDP numbers them
-        keeps_first = _keeps_first_buckets(model)
-        held = _first_buckets(data, ours) if keeps_first else _rebuilt_buckets(data, ours)
+        held = _first_buckets(data, ours) if _keeps_first_buckets(model) else _rebuilt_buckets(data, ours)
         buckets = []
         for index, parameters in enumerate(held):
             numels = [(self._names[id(parameter)], parameter.numel()) for parameter in parameters]
             buckets.append(Bucket.packed(index, numels, str(parameters[-1].dtype).removeprefix("torch.")))
-            # Those that were rebuilt hold parameters in the order in which gradients come.
-            for parameter in parameters if keeps_first else parameters[-1:]:
+        if buckets:
+            self._buckets = tuple(buckets)
+            # Rebuilt ones hold parameters in the order in which gradients come, and those without one last.
+            self._watch(held if _leaves_some_out(model) else [parameters[-1:] for parameters in held])
+
+    def _watch(self, held: _Held) -> None:
+        """Note when the last gradient of each of these is there."""
+        self._forget()
+        for index, parameters in enumerate(held):
+            for parameter in filter(lambda each: each.requires_grad, parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(register(self._stamp(index)))
-        self._buckets, self._ready_ns = tuple(buckets), [0] * len(buckets)
+        self._ready_ns = [0] * len(held)
 
-    def _forget_buckets(self) -> None:
+    def _forget(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -157,6 +160,11 @@ class ObservedJob:
 def _keeps_first_buckets(model: DistributedDataParallel) -> bool:
     """Whether DDP never lays its buckets by use."""
     return bool(model.find_unused_parameters) and not model.static_graph
+
+
+def _leaves_some_out(model: DistributedDataParallel) -> bool:
+    """Whether parameters may be without a gradient."""
+    return bool(model.find_unused_parameters or model.static_graph)
 
 
 _Held = list[list[torch.nn.Parameter]]

@@ -27,6 +27,7 @@ from espresso.comm import connections
 from espresso.comm.execute.assignment import Record
 from espresso.comm.groups import Groups
 from espresso.comm.pairs import card_rate, round_trips
+from espresso.comm.parameter_server import connected
 from espresso.diagnosis.overlap import measured_overlap
 from espresso.flight.clocks import tick_of
 from espresso.flight.form import NAME, Flight, Script, Span, StepRecord, Stretch, Tick, Traffic
@@ -106,8 +107,11 @@ class Recorder:
         run = groups.from_rank_0(secrets.token_hex(8))
         self.facts: dict[str, Any] = {"group": list(groups.ranks), "cores": cores, "run": run}
         self.script = Script()
+        self._exchanging = self.script
         self.ticks: deque[Tick] = deque(maxlen=KEPT_LOOKS)
         self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)
+        client = connected()
+        self._tally = connections.Tally(groups.hosts.union(() if client is None else client.addresses))
         self._kept: deque[tuple[Record, Script]] = deque(maxlen=KEPT_STEPS)
         self._num_intervals = 0
         self.keeps, self._exchanged = True, False
@@ -150,24 +154,28 @@ class Recorder:
             self._waited_us = 0.0 if self._delays is None else self._delays.read()
         self._spent = now
 
+    def begin(self) -> None:
+        """An iteration begins to be exchanged: the next forward pass is another step's, whenever this one is taken."""
+        self._exchanging, self._exchanged = self.script, True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the step that is under way has begun to be exchanged: its backward pass was seen."""
+        return self._exchanged
+
     def take(self, record: Record) -> None:
-        """An iteration is exchanged: it is in the ring from now on. What the script does next is added to it."""
+        """The iteration is exchanged: it is in the ring from now on. What the script does next is added to it."""
         if not self.keeps:
             return
         with self._lock:
             if len(self._kept) == KEPT_STEPS:
                 self._num_intervals -= len(self._kept[0][0].intervals)
-            self._kept.append((record, self.script))
+            self._kept.append((record, self._exchanging))
             self._num_intervals += len(record.intervals)
             while self._num_intervals > KEPT_INTERVALS and len(self._kept) > 1:
                 self._num_intervals -= len(self._kept.popleft()[0].intervals)
-        self._exchanged = True
         if record.iteration % LOOKS_EVERY == LOOKS_EVERY - 1:
             self._look_at_traffic()
-
-    def skip(self) -> None:
-        """An iteration is exchanged that nobody wants to keep."""
-        self._exchanged = True
 
     def overlap(self) -> float | None:
         """The hidden part of all communication in the newest step that was looked at."""
@@ -176,7 +184,8 @@ class Recorder:
         if not kept:
             return None
         record, script = kept[-1]
-        return measured_overlap(_step(record, script, 0, len(self._stretch(record).plan.tasks)))
+        stretch = self._stretch(record)
+        return measured_overlap(_step(record, script, 0, len(stretch.plan.tasks)), stretch.host_copies)
 
     @staticmethod
     def looks(iteration: int) -> bool:
@@ -257,14 +266,14 @@ class Recorder:
         def write() -> None:
             if os.getpid() != pid:  # a data loader's worker, that was forked off with what was recorded then
                 return
-            self.leave("." if path is None else path, f"asked for by {name}")
+            self.leave(path, f"asked for by {name}")
 
         listening = _LISTENING.setdefault(number, _Listening())
         listening.add(number, write)
         return lambda: listening.end(number, write)
 
     def _look_at_traffic(self) -> None:
-        seen = connections.sent()
+        seen = self._tally.sent()
         if seen is not None:
             self.traffic.append(Traffic(now_us(), seen.num_bytes, seen.busy_us, seen.window_us, seen.rtt_us))
 

@@ -18,11 +18,17 @@ class Recording:
         recorder: its ring.
         executor: an error of it has the ring written.
         folder: where; None: nowhere but where a signal asks for it.
-        signal: that has it written.
+        signal, asked: a signal that has it written, and where.
     """
 
     def __init__(
-        self, recorder: Recorder, executor: Executor, model: BoundModel, folder: Path | None, signal: str | None
+        self,
+        recorder: Recorder,
+        executor: Executor,
+        model: BoundModel,
+        folder: Path | None,
+        signal: str | None,
+        asked: Path | None,
     ) -> None:
         self._recorder, self._executor, self._folder = recorder, executor, folder
         self._model = model
@@ -31,10 +37,10 @@ class Recording:
         recorder.look_at_card()
         module = model.module()
         self._marks = self._attached()
-        recorder.facts |= {} if module is None else facts_of(module)
+        recorder.facts |= {"sharded": model.shards is not None} | ({} if module is None else facts_of(module))
         self._unlisten: Callable[[], None] | None = None
         if signal is not None:
-            self._unlisten = recorder.listen(signal, folder)
+            self._unlisten = recorder.listen(signal, asked)
 
     def pause(self) -> None:
         """Keep no steps and look at no exchanges, until told to go on; a benchmark compares with that."""
