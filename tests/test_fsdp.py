@@ -64,6 +64,7 @@ from tests.fsdp import (
     train,
     uniform,
 )
+from tests.workers import run_ranks
 
 # -- scenarios -------------------------------------------------------------------------------------
 
@@ -138,6 +139,27 @@ def conserved(rank: int) -> dict[str, Any]:
     found["skipped"] = state.metrics()["espresso/skipped_steps"]
     state.close()
     return found
+
+
+def begins_late(rank: int) -> tuple[bool, bool]:
+    """A compressor that was given, and begins in the third step; in the fourth the rows of the second shard overflow.
+    Whether something was kept by then, and is the same afterwards.
+    """
+    model = shard(Rows())
+    option = "comp > flat.allreduce > transform > flat.allreduce > dec"
+    spec = "powersgd:rank=1,start_iter=2,raw_below=1,min_saving=1"
+    before = torch.zeros(0)
+    with registered(model, strategy=uniform(option, spec)) as state:
+        for step in range(6):
+            rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            if step == 3:
+                before = residual_of(state, "weight")
+                rows[4, 0] = float("inf")
+            model.zero_grad()
+            model(rows).backward()
+            if step == 3:
+                kept = torch.equal(before, residual_of(state, "weight"))
+    return bool(before.any()), kept
 
 
 def resumed(rank: int) -> list[bool]:
@@ -385,13 +407,15 @@ def several_groups(rank: int) -> bool:
 
 
 def switched_off(rank: int) -> list[Any]:
-    """``ESPRESSO_DISABLE=1``: native HSDP."""
+    """``ESPRESSO_DISABLE=1``: native HSDP, whose checkpoints a job goes on from that has espresso on."""
     native = train(shard(tiny(), native=True), rank, [plain] * 2)
     os.environ["ESPRESSO_DISABLE"] = "1"
     model = shard(tiny())
     state = registered(model)
     del os.environ["ESPRESSO_DISABLE"]
-    return [train(model, rank, [plain] * 2) == native, state.summary()]
+    found = [train(model, rank, [plain] * 2) == native, state.summary()]
+    with registered(shard(tiny())) as on:
+        return [*found, [on.load_state_dict(saved) for saved in (state.state_dict(), state.gather_state_dict())]]
 
 
 def off_on_one_rank(rank: int) -> tuple[str, float]:
@@ -470,6 +494,7 @@ def begins_alike(rank: int) -> list[bool]:
 
     model, first = drawn(rank), drawn(0)
     state = espresso.fsdp.hybrid_shard(model, shards=2, strategy=uniform(), timeout_s=15.0, offload_threads=1)
+    assert state.session.recorder.facts["sharded"] is True
     state.close()
     theirs = [parameter.full_tensor() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     pairs = [*zip(theirs, first.parameters(), strict=True), *zip(model.buffers(), first.buffers(), strict=True)]
@@ -776,6 +801,7 @@ SCENARIOS = (
     exact,
     signs,
     conserved,
+    begins_late,
     resumed,
     flushed_after_a_load,
     owed_to_a_raw_job,
@@ -811,9 +837,10 @@ def test_several_groups_of_a_module(played: Played) -> None:
 
 
 def test_switched_off_it_is_native_hsdp(played: Played) -> None:
-    for same, summary in played(switched_off):
+    for same, summary, dropped in played(switched_off):
         assert same
         assert summary.startswith("off: ESPRESSO_DISABLE=1")
+        assert dropped == [(), ()]
 
 
 def test_a_rank_that_is_off_is_named_at_once_on_all_others(played: Played) -> None:
@@ -874,6 +901,10 @@ def test_nothing_is_lost_and_padding_is_in_no_mean(played: Played) -> None:
         assert found["error"] < 1e-5
         assert found["kept"]
         assert found["skipped"] == 1
+
+
+def test_an_overflow_in_one_shard_keeps_what_a_compressor_that_begins_late_owes(played: Played) -> None:
+    assert played(begins_late) == [(True, True)] * 4
 
 
 def test_resumes_as_if_uninterrupted(played: Played) -> None:
@@ -1026,6 +1057,22 @@ def test_refusals_name_what_and_what_to_do(played: Played) -> None:
             "TypeError: mp_policy must be a MixedPrecisionPolicy or None, got torch.bfloat16"
         )
         assert found["model"] == "TypeError: espresso.fsdp.hybrid_shard needs a model, got 'Rows' (str)"
+
+
+def default_group(rank: int) -> list[float]:
+    """``init_process_group()`` names no backend: each device has its own. Gloo's takes no factors."""
+    dist.init_process_group()
+    model: Any = Rows()
+    with espresso.fsdp.hybrid_shard(model, shards=2, strategy=uniform(), timeout_s=15.0, offload_threads=1):
+        model.set_gradient_divide_factor(4.0)
+        model(torch.full((5, 4), 1.0 + rank)).backward()
+    averages: list[float] = model.weight.grad.full_tensor().unique().tolist()
+    dist.destroy_process_group()
+    return averages
+
+
+def test_hybrid_shard_where_the_group_names_no_backend() -> None:
+    assert [outcome.value for outcome in run_ranks(default_group, 2, init=False)] == [[0.75]] * 2
 
 
 def test_hybrid_shard_without_a_process_group() -> None:

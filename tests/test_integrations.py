@@ -85,10 +85,11 @@ def test_accelerate() -> None:
 @needs("transformers")
 @pytest.mark.slow
 def test_transformers() -> None:
-    for whole, resumed, forgotten, half_there, logged in results_of(transformers):
+    for whole, resumed, forgotten, half_there, killed, logged in results_of(transformers):
         assert resumed == whole
         assert forgotten != whole, "the residuals made no difference"
         assert half_there == forgotten, "what one rank lacks no rank goes on from"
+        assert killed == forgotten, "nor from what was not saved to the end"
         assert 0 < logged["espresso/bytes_sent"] < logged["espresso/bytes_raw"]
 
 
@@ -360,7 +361,7 @@ def transformers_parts(folder: str, **given: Any) -> tuple[Any, dict[str, Any]]:
     return made, {"model": Model(), "data_collator": collate, "train_dataset": Rows()}
 
 
-def transformers(rank: int, folder: str) -> tuple[str, str, str, str, dict[str, float]]:
+def transformers(rank: int, folder: str) -> tuple[str, str, str, str, str, dict[str, float]]:
     import transformers as hf
 
     from espresso.integrations.transformers import FOLDER, EspressoCallback
@@ -375,13 +376,18 @@ def transformers(rank: int, folder: str) -> tuple[str, str, str, str, dict[str, 
 
     whole, history = trained("whole", STEPS)
     half = f"{folder}/whole/checkpoint-{BREAK}"
-    assert (Path(half) / FOLDER / ".metadata").exists()
+    written_last = Path(half) / FOLDER / ".metadata"
+    assert written_last.exists()
     resumed, _ = trained("resumed", STEPS, half)
     forgotten, _ = trained("forgotten", STEPS, half, forget=True)
     half_there, _ = trained("half there", STEPS, half, forget=rank == 1)
+    if rank == 0:
+        written_last.unlink()
+    dist.barrier()
+    killed, _ = trained("killed", STEPS, half)
     logged = next(row for row in history if "espresso/bytes_sent" in row)
     dist.destroy_process_group()
-    return whole, resumed, forgotten, half_there, logged
+    return whole, resumed, forgotten, half_there, killed, logged
 
 
 def transformers_automatic(

@@ -2,19 +2,25 @@
 
 import copy
 import os
+import pickle
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import espresso
 from espresso.live.names import named_gradients
 from espresso.optim import CLAN, LANS, CompressedAdam, TwoWay, scale_residuals
 from espresso.optim.exchange import ratio
-from espresso.strategies import Cluster, CompressorSpec, Site, TensorSpec
+from espresso.strategies import PLAIN, Cluster, CompressorSpec, Site, TensorSpec
 from tests.ddp import (
     SHARDED,
     IntegerNet,
@@ -135,6 +141,9 @@ def test_clan_refuses(played):
         assert "CompressedAdam: the model is in join()" in messages["join"]
         assert "scale_residuals: the model is in join()" in messages["join, rescaled"]
         assert "no_sync()" in messages["two exchanges"]
+        for what in ("CLAN", "CompressedAdam"):
+            for how in ("copied", "pickled"):
+                assert messages[f"{what}, {how}"].startswith(f"TypeError: {what} has the exchange of its model, so it")
 
 
 # -- residuals in units of the rate ----------------------------------------------------------------
@@ -172,6 +181,16 @@ def test_compressed_adam_resumes_bit_for_bit(played):
         assert forgotten != unbroken
 
 
+def test_a_new_process_goes_on_from_a_distributed_checkpoint(played):
+    for found in played(loaded_anew):
+        for name, (unbroken, resumed) in found.items():
+            assert resumed == unbroken, name
+
+
+def test_what_the_guard_left_exact_stays_so_where_a_checkpoint_is_loaded(played):
+    assert played(backed_off) == [(True, False, False)] * 2
+
+
 def test_compressed_adam_resumes_where_layers_missed_steps(played):
     assert played(branches_resumed) == [0.0, 0.0]
 
@@ -188,10 +207,12 @@ def test_compressed_adam_and_what_ddp_leaves_alone(played):
 
 
 def test_compressed_adam_refuses_checkpoints_of_another_phase(played):
-    for longer, undivided, older in played(phases_refused):
+    for longer, undivided, older, bare in played(phases_refused):
         assert "the checkpoint is of step 8, after its warm-up; with warmup_steps=20 it would" in longer
         assert "momenta are compressed, divided; precondition=False needs them compressed, not div" in undivided
         assert "the checkpoint is of step 4, after its warm-up" in older, "as many as any layer took"
+        assert "the checkpoint is of step 8, after its warm-up, and has no moments" in bare
+        assert "get_state_dict of torch.distributed.checkpoint.state_dict" in bare
 
 
 def test_compressed_adam_goes_on_from_a_checkpoint_of_adamw(played):
@@ -217,8 +238,8 @@ def played():
         __name__,
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
-            adam_resumed, branches_resumed, never_moved, left_alone, phases_refused, adamw_resumed, scaled_losses,
-            only_measured, scheduled,
+            adam_resumed, loaded_anew, backed_off, branches_resumed, never_moved, left_alone, phases_refused,
+            adamw_resumed, scaled_losses, only_measured, scheduled,
         ),
         2,
         deadline_s=120.0,
@@ -347,6 +368,11 @@ def clan_refusals(rank: int) -> dict[str, str]:
         learn(ddp, optimizer, rank, range(2))
         ddp(batch(rank, 2, 20)).sum().backward()
         found["two exchanges"] = message(lambda: ddp(batch(rank, 3, 20)).sum().backward())
+    for make in (clan, partial(adam, warmup_steps=1)):
+        with make(wrap(mlp(20, 30, 3))) as optimizer:
+            what = type(optimizer).__name__
+            found[f"{what}, copied"] = message(partial(copy.deepcopy, optimizer))
+            found[f"{what}, pickled"] = message(partial(pickle.dumps, optimizer))
     joined = wrap(mlp(20, 30, 3))
     with adam(joined, warmup_steps=4) as optimizer:
         found["join"] = message(lambda: join_with_more(joined, optimizer, rank))
@@ -547,14 +573,17 @@ def left_alone(rank: int) -> tuple[float, float, float]:
 
 
 def phases_refused(rank: int) -> list[str]:
-    """With a longer warm-up, with undivided momenta, and of an older checkpoint, which does not tell its phase."""
+    """With a longer warm-up, with undivided momenta, of an older checkpoint, which does not tell its phase, and of one
+    without moments.
+    """
     _, saved, _ = trained_branches(rank)
     older = copy.deepcopy(saved)
     for group in older["param_groups"]:
         del group["phase"], group["steps"]
-    longer = {"warmup_steps": 20}
+    longer, alike = {"warmup_steps": 20}, {"warmup_steps": 6}
+    bare = {**saved, "state": {}}
     told = []
-    for body, asked in ((saved, longer), (saved, {"warmup_steps": 6, "precondition": False}), (older, longer)):
+    for body, asked in ((saved, longer), (saved, {**alike, "precondition": False}), (older, longer), (bare, alike)):
         with adam(branches(), **ADAM, **asked) as optimizer, pytest.raises(ValueError, match=r".") as caught:
             optimizer.load_state_dict(body)
         told.append(str(caught.value))
@@ -607,6 +636,54 @@ def adam_resumed(rank: int) -> Any:
     unbroken = trained(STEPS)
     assert trained(2) == unbroken
     return unbroken, trained(5), trained(5, residuals=False)
+
+
+def loaded_anew(rank: int) -> dict[str, tuple[list[str], list[str]]]:
+    """Digests of an unbroken job whose rate changes, and of one that is broken off there and goes on in a new process,
+    which knows nothing but a distributed checkpoint.
+    """
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    head, rest, found = range(5), range(5, STEPS), {}
+    for name, make in {"CLAN": partial(clan, scale_residuals=True), "Adam": partial(adam, warmup_steps=3)}.items():
+        told = []
+        for spans in ((head, rest), (head,), (rest,)):
+            ddp, digests = settled(spans[0].start), []
+            with make(ddp) as optimizer:
+                if spans == (rest,):
+                    saved = saved_of(ddp, optimizer)
+                    dcp.load(saved, checkpoint_id=f"{folder[0]}/{name}")
+                    set_state_dict(ddp, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+                for steps in spans:
+                    optimizer.param_groups[0]["lr"] = 0.02 if steps is head else 0.005
+                    digests += learn(ddp, optimizer, rank, steps)
+                if spans == (head,):
+                    dcp.save(saved_of(ddp, optimizer), checkpoint_id=f"{folder[0]}/{name}")
+            told.append(digests)
+        found[name] = told[0], told[1] + told[2]
+    return found
+
+
+def saved_of(ddp: Any, optimizer: Any) -> dict[str, Any]:
+    weights, moments = get_state_dict(ddp, optimizer)
+    return {"model": weights, "optimizer": moments, "espresso": optimizer.exchange}
+
+
+def backed_off(rank: int) -> tuple[bool, bool, bool]:
+    """Whether a weight is compressed: at first, when the guard has found it out, when a checkpoint is loaded then."""
+
+    def compressed() -> bool:
+        return optimizer.exchange.strategy.choices["0.weight"] != PLAIN
+
+    ddp, found = wrap(mlp(20, 30, 3)), []
+    with adam(ddp, warmup_steps=1) as optimizer:
+        learn(ddp, optimizer, rank, range(2))
+        found.append(compressed())
+        optimizer.exchange.session.decider.back_off(["0.weight"], 2)
+        found.append(compressed())
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        learn(ddp, optimizer, rank, range(2, 3))
+        return *found, compressed()
 
 
 def scheduled(rank: int) -> tuple[list[str], list[str]]:

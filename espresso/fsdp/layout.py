@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from espresso.comm.environment import check_settings, read_environment
 from espresso.comm.errors import TopologyError
+from espresso.comm.groups import backend_for
 from espresso.comm.member import gathered
 from espresso.fsdp.private import check_version
 from espresso.fsdp.registration import register
@@ -112,7 +113,7 @@ def hybrid_shard(
             _take_over(tensor)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    if dist.get_backend(mesh["shard"].get_group()) == "gloo":
+    if backend_for(device.type, mesh["shard"].get_group()) == "gloo":
         sum_and_divide(model)
     return register(model, mesh["replicate"], compressor, strategy, grad_scaler, **config)
 
@@ -146,7 +147,7 @@ def _inside(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> list[t
 
 
 def sum_and_divide(model: torch.nn.Module) -> None:
-    """Have FSDP add up and divide: Gloo's reduce-scatter has no average."""
+    """Have FSDP add up and divide: Gloo takes no factors (``set_gradient_divide_factor``)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -26,7 +26,7 @@ from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
 from espresso.live.names import BoundModel, dtype_name, named_gradients
 from espresso.live.script import Scaler
 from espresso.live.shards import Shards
-from espresso.live.state import EspressoState
+from espresso.live.state import EspressoState, why_off
 from espresso.strategies import Cluster, Strategy, StrategyError, TensorSpec
 
 logger = logging.getLogger("espresso")
@@ -79,7 +79,7 @@ def register(
         for unit in units:
             unit.free()
             unit.hook(partial(_average, group), _Native(state, unit))
-        return state
+        return state.bind(bound).turn_off(why_off())  # bound: a checkpoint says of which model it is
     state.bind(bound).start()
     try:
         state.check_replicas()

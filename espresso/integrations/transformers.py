@@ -123,7 +123,8 @@ class EspressoCallback(TrainerCallback):
         folder = self._folder(args, state) if self._resume_from is None else Path(self._resume_from) / FOLDER
         session = self.state.session
         session.executor.conclude()  # what the planner asks of all ranks comes first, on all of them
-        found = session.groups.everywhere(folder.exists())  # they load together, or nobody does
+        whole = folder / ".metadata"  # written last, by one rank: a save that was killed, or another host, lacks it
+        found = session.groups.everywhere(whole.exists())  # they load together, or nobody does
         lacking = [str(rank) for rank, is_there in enumerate(found) if not is_there]
         if not lacking:
             load({FOLDER: self.state}, checkpoint_id=folder)
@@ -132,7 +133,7 @@ class EspressoCallback(TrainerCallback):
                 "training goes on at step %d without residuals: no %s on %s. Where the checkpoint is elsewhere, say so:"
                 " EspressoCallback(resume_from=…)",
                 state.global_step,
-                folder,
+                whole,
                 "any rank" if len(lacking) == len(found) else f"rank {', '.join(lacking)}",
             )
 

@@ -13,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 
 from espresso.live.given import StrategyLike
 from espresso.live.state import EspressoState
-from espresso.optim.exchange import RAW_BELOW_BYTES, ExchangeSettings, attach, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, ExchangeSettings, WithExchange, attach, parameters_of
 from espresso.optim.exchange import scale_residuals as follow_rate
 from espresso.optim.lans import LANS
 from espresso.strategies import CompressorSpec
 
 
-class CLAN(LANS):
+class CLAN(WithExchange, LANS):
     """LANS with its exchange: registers the two-way compressed exchange on the DDP model and steps by LANS.
 
     Biased compressors run with error feedback on both sides, unbiased ones without. With ``compressor="none"`` it is
@@ -47,8 +47,6 @@ class CLAN(LANS):
         >>> optimizer = CLAN(ddp_model, lr=0.01, compressor="efsignsgd")   # doctest: +SKIP
         >>> loss(ddp_model(batch)).backward(); optimizer.step()            # doctest: +SKIP
     """
-
-    exchange: EspressoState
 
     def __init__(
         self,

@@ -34,7 +34,14 @@ from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.given import AUTO, StrategyLike
 from espresso.live.state import EspressoState
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
-from espresso.optim.exchange import RAW_BELOW_BYTES, ExchangeSettings, attach, bucket_view, parameters_of
+from espresso.optim.exchange import (
+    RAW_BELOW_BYTES,
+    ExchangeSettings,
+    WithExchange,
+    attach,
+    bucket_view,
+    parameters_of,
+)
 from espresso.strategies import CompressorSpec, Strategy
 
 logger = logging.getLogger("espresso")
@@ -56,7 +63,7 @@ class Phase(StrEnum):
     UNDIVIDED = "compressed, not divided"
 
 
-class CompressedAdam(AdaptiveOptimizer):
+class CompressedAdam(WithExchange, AdaptiveOptimizer):
     """Adam for ``warmup_steps`` over plain allreduce, then frozen variance and two-way compressed momentum.
 
     The warm-up is ``torch.optim.AdamW`` bit for bit. Deviations from the paper: bias correction stays on, momentum is
@@ -84,8 +91,6 @@ class CompressedAdam(AdaptiveOptimizer):
     Raises:
         TypeError, ValueError: a setting of another type, or out of range. What :func:`espresso.register` raises.
     """
-
-    exchange: EspressoState
 
     def __init__(
         self,
@@ -319,9 +324,12 @@ class CompressedAdam(AdaptiveOptimizer):
         """As of any optimizer, or a state of ``torch.optim.AdamW``. All ranks together, between two steps.
 
         Raises:
-            ValueError: it is of after the warm-up, and ``warmup_steps`` or ``precondition`` say otherwise.
+            ValueError: it is of after the warm-up, and has no moments, or ``warmup_steps`` or ``precondition`` say
+                otherwise.
         """
         steps, phase = self._told(state_dict)
+        if self.is_compressing:
+            self._compressed = self._strategy_of_exchange()  # without what the guard has left exact meanwhile
         super().load_state_dict(state_dict)
         if phase is Phase.WARM_UP:
             for state in filter(None, self.state.values()):
@@ -338,6 +346,12 @@ class CompressedAdam(AdaptiveOptimizer):
         seen = [(int(state["step"]), int(state[_VARIANCE_STEPS])) for state in states if _VARIANCE_STEPS in state]
         is_frozen = any(step > known for step, known in seen) or (bool(seen) and steps == self.warmup_steps)
         phase = Phase(group.get(_PHASE, mine if is_frozen else Phase.WARM_UP))
+        if phase is not Phase.WARM_UP and not states:
+            raise ValueError(
+                f"the checkpoint is of step {steps}, after its warm-up, and has no moments, without which no parameter"
+                " moves; torch.distributed.checkpoint reads only what the dictionary that it is given has: make that"
+                " with get_state_dict of torch.distributed.checkpoint.state_dict, and load it with set_state_dict"
+            )
         if phase is not Phase.WARM_UP and steps < self.warmup_steps:
             raise ValueError(
                 f"the checkpoint is of step {steps}, after its warm-up; with warmup_steps={self.warmup_steps} it would"

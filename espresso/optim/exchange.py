@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,18 @@ class TwoWay:
             for tensor in tensors
         }
         return Strategy(tensors, choices, cluster, self.partition_bytes)
+
+
+class WithExchange:
+    """An optimizer that has an exchange. That is its model's, on all ranks together, so there are no copies."""
+
+    exchange: EspressoState
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} has the exchange of its model, so it cannot be copied or pickled: save"
+            " optimizer.state_dict() and optimizer.exchange.state_dict() instead"
+        )
 
 
 def attach(
@@ -171,6 +184,8 @@ def scale_residuals(exchange: EspressoState, optimizer: Optimizer) -> None:
             _follow(exchange, optimizer)
 
     exchange.before_exchange.append(prepare)
+    for group in optimizer.param_groups:
+        group.setdefault(KEY, 0.0)  # torch.distributed.checkpoint reads only what is there
 
 
 def _follow(exchange: EspressoState, optimizer: Optimizer) -> None:
