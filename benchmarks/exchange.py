@@ -51,14 +51,18 @@ class Script:
     def __init__(self) -> None:
         self.next: Assignment | None = None
         self.records: list[Record] = []
+        self.num_followed = 0
         self.work: Callable[[], None] | None = None
 
     def assign(self, iteration: int) -> Assignment:
         assert self.next is not None
         return self.next
 
-    def after(self, record: Record) -> Callable[[], None] | None:
+    def note(self, record: Record) -> None:
         self.records.append(record)
+
+    def after(self, record: Record) -> Callable[[], None] | None:
+        self.num_followed += 1
         work, self.work = self.work, None
         return work
 

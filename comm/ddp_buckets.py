@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,8 +80,31 @@ def is_joining(ddp: Any) -> bool:
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
+def held_by(ddp: Any) -> set[int]:
+    """The parameters that DDP averages, by ``id``: those that were not frozen when its reducer was made, whatever is
+    frozen now. For a moment that takes as much memory as the buckets.
+    """
+    return {id(parameter) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for parameter in bucket.parameters()}
+
+
+@contextmanager
+def _as_held(ddp: Any) -> Iterator[None]:
+    """What DDP averages, and nothing else, requires gradients meanwhile."""
+    held = held_by(ddp)
+    others = [each for each in ddp.parameters() if each.requires_grad != (id(each) in held)]
+    try:
+        for each in others:
+            each.requires_grad_(id(each) in held)
+        yield
+    finally:
+        for each in others:
+            each.requires_grad_(id(each) not in held)
+
+
 def lay_anew(ddp: Any, bucket_cap_mb: float, state: object, hook: Callable[..., Any]) -> None:
-    """Make DDP's reducer anew, with this bucket size. Between two steps; gradients that were accumulated stay."""
+    """Make DDP's reducer anew, with this bucket size, of what it held. Between two steps; gradients that were
+    accumulated stay.
+    """
     ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = int(bucket_cap_mb * _MIB), False
     config = getattr(ddp, "_bucket_config", None)
     if config is not None:
@@ -88,8 +112,10 @@ def lay_anew(ddp: Any, bucket_cap_mb: float, state: object, hook: Callable[..., 
             bucket_cap_mb=bucket_cap_mb, bucket_cap_mb_list=None, use_python_reducer=False
         )
     ddp.reducer._remove_autograd_hooks()
-    parameters, is_sparse = ddp._build_params_for_reducer()
-    ddp._ddp_init_helper(parameters, is_sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    with _as_held(ddp):
+        parameters, is_sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
     dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     logger.info("buckets: DDP's were laid anew, as bucket_cap_mb=%g lays them", bucket_cap_mb)

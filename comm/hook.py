@@ -182,7 +182,7 @@ class Front:
             if name is None:
                 raise EspressoError(
                     f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that the bound model does"
-                    " not have; bind the state to the model that DDP wraps"
+                    " not have, or had frozen; bind the state to the DDP model, which knows what it averages"
                 )
             numels.append((name, parameter.numel()))
         described = Bucket.packed(index, numels, dtype)

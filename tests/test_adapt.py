@@ -62,6 +62,23 @@ def test_a_change_of_the_network_is_decided_anew_within_forty_steps(before_us, a
     assert world.put_away == (first == "signs") + (first != then), "once for each that won a race"
 
 
+@pytest.mark.parametrize("decide_by", [0, 58])
+def test_two_jobs_of_one_process_race_one_after_the_other(decide_by):
+    """In one loop: a step of either has the other's exchange in it, and its arms would change in the same steps."""
+    worlds = World(plain_us=60_000), World(plain_us=60_000)
+    planners = [planner_of(world, decide_by=decide_by) for world in worlds]
+    for mine, other in (planners, planners[::-1]):
+        mine._others_race = lambda other=other: other.to_race
+    moments, racing = [0, 0], [[], []]
+    for step in range(150):
+        for number, planner in enumerate(planners):
+            moments[number] = run(worlds[number], planner, range(step, step + 1), {}, moments[number])
+            if planner.to_race and not planner._pause:
+                racing[number].append(step)
+    assert [planner.verdict.name for planner in planners] == ["signs", "signs"]
+    assert max(racing[0]) < min(racing[1])
+
+
 def test_what_compresses_late_is_profiled_by_the_jobs_own_steps():
     """Its first step here may be a late one of the training: nothing is waited for twice."""
     for first, profiled in ((0, 98), (60, 98), (5_000, 5_003)):

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -316,6 +317,17 @@ def measured_twice(rank: int) -> tuple[dict[str, list[float]], dict[str, list[fl
         return sampled, {name: sums[3:] for name, sums in given.items()}, seen.forward_us, seen.optimizer_us
 
 
+def beside_another(rank: int) -> tuple[list[int], bool]:
+    """What each of two jobs is told of the other's race, and of one that is over."""
+    settings = {"compressor": "fp16", "strategy": "auto", "timeout_s": 60.0}
+    with registered(wrap(mlp(20, 30, 3)), **settings) as one, registered(wrap(mlp(20, 30, 3)), **settings) as other:
+        sessions = [one.start().session, other.start().session]
+        sessions[0].decider._race, sessions[0].decider._pause = SimpleNamespace(num_steps=20), 3
+        told = [session.others_race() for session in sessions]
+        sessions[0].decider._race = None
+    return told, sessions[1].others_race() == 0
+
+
 class Pause(torch.nn.Module):
     """Holds backward up for so long."""
 
@@ -402,6 +414,10 @@ def played() -> Played:
     return Played(__name__, (decide,), 4, deadline_s=240)
 
 
+def test_of_two_jobs_each_is_told_how_long_the_other_races(pair):
+    assert pair(beside_another) == [([0, 23], True)] * 2
+
+
 @pytest.fixture(scope="module")
 def pair() -> Played:
     scenarios = (
@@ -409,6 +425,7 @@ def pair() -> Played:
         decide_while_compiling,
         decide_with_overflow,
         alone,
+        beside_another,
         interrupted,
         flushed_meanwhile,
         measured_twice,

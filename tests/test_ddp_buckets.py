@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,17 +43,41 @@ class Halves(nn.Module):
         return self.halves[self.turn % 2](inputs)
 
 
-CASES: dict[str, tuple[type[nn.Module] | None, dict[str, Any]]] = {
-    "as it comes": (None, {}),
-    "views": (None, {"gradient_as_bucket_view": True}),
-    "unused parameters": (Halves, {"find_unused_parameters": True}),
+def ending_frozen() -> nn.Module:
+    model = mlp(*WIDE)
+    model[6].requires_grad_(False)
+    return model
+
+
+def freezing(ddp: DistributedDataParallel, step: int) -> None:
+    """One layer in the first steps of the new buckets; another one from before it was wrapped until shortly before."""
+    ddp.module[0].requires_grad_(step not in (3, 4))
+    ddp.module[6].requires_grad_(step > 1)
+
+
+def judging(ddp: DistributedDataParallel, step: int) -> None:
+    """As a GAN's critic in its generator's step: all is frozen in the first forward pass that has the new buckets."""
+    if step == 3:
+        ddp.requires_grad_(False)
+        ddp(batch(0, step, 300).requires_grad_()).sum().backward()
+        ddp.requires_grad_(True)
+
+
+Before = Callable[[DistributedDataParallel, int], None]
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Before | None]] = {
+    "as it comes": (lambda: mlp(*WIDE), {}, None),
+    "views": (lambda: mlp(*WIDE), {"gradient_as_bucket_view": True}, None),
+    "unused parameters": (Halves, {"find_unused_parameters": True}, None),
+    "some frozen": (ending_frozen, {"find_unused_parameters": True}, freezing),
+    "all frozen": (lambda: mlp(*WIDE), {}, judging),
 }
 
 
 def laid_anew(rank: int) -> dict[str, tuple[list[bool], list[int]]]:
     found = {}
-    for name, (kind, flags) in CASES.items():
-        model = mlp(*WIDE) if kind is None else kind()
+    for name, (make, flags, before) in CASES.items():
+        model = make()
         plain = DistributedDataParallel(copy.deepcopy(model), **flags)
         ddp = DistributedDataParallel(model, **flags)
         equal, counts = [], []
@@ -63,6 +88,8 @@ def laid_anew(rank: int) -> dict[str, tuple[list[bool], list[int]]]:
                     assert layout(1.0)
                 for each in (ddp, plain):
                     each.zero_grad(set_to_none=step % 2 == 0)
+                    if before is not None:
+                        before(each, step)
                     if step in (3, 5):  # gradients that are there already, of a step without an exchange
                         with each.no_sync():
                             each(batch(rank, 100 + step, 300)).square().mean().backward()

@@ -23,12 +23,13 @@ from espresso.comm.execute.device import CudaStreams, DevicePass, DeviceSide
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
-from espresso.compressors import Correction, Encoding
+from espresso.compressors import Correction, DrawKey, Encoding
 from espresso.compressors.cuda import CudaCodec
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import DeviceCodecs
 from espresso.live.guard import BAND, ROUNDING
 from espresso.live.parts import NUM_PARTS
+from espresso.live.recorder import now_us
 from espresso.live.runtime import DeviceRuntime
 from espresso.live.sounding import Soundings
 from espresso.live.watch import WINDOW, Watch
@@ -273,7 +274,7 @@ def test_a_residual_that_is_replaced_is_let_go_where_it_was_read(transactional: 
     before = residual.old
     with streams.on("training"):
         residual.feedback(np.zeros(1, np.int64))
-        residual.settle()
+        residual.settle(DrawKey())
     if transactional:
         assert memory.gone == []
     else:
@@ -595,7 +596,7 @@ def run_judged_alone(rank: int, where: str) -> tuple[bool, bool, bool]:
     device.step(assignment, buckets, normal(buckets, rank, 0))
     if rank == 0:
         device.executor.judge()
-    judged, early = len(device.script.records) == 1, bool(told)
+    judged, early = len(device.script.records) == 1, bool(device.script.num_followed)
     device.groups.barrier()
     device.step(assignment, buckets, normal(buckets, rank, 1))
     device.executor.conclude()
@@ -692,6 +693,31 @@ def run_gathered(rank: int) -> tuple[int, bool]:
 def test_a_gathered_checkpoint_is_behind_what_the_planner_asks_of_all_ranks() -> None:
     build_for("emulated")
     assert [outcome.value for outcome in run_ranks(run_gathered, 2, deadline_s=100)] == [(3 * WINDOW, True)] * 2
+
+
+def run_flushed_twice(rank: int) -> tuple[bool, float]:
+    """One rank looks at its figures between two flushes: no rank runs another plan than the others then."""
+    import espresso.live.session
+
+    streams = TracedStreams()
+    espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    ddp = wrap(mlp(16, 24, 8))
+    with registered(ddp, OPTIONS[0], "efsignsgd", timeout_s=10.0) as state:
+        for step in range(4):
+            if step >= 2:
+                state.flush()
+            ddp.zero_grad()
+            ddp(batch(rank, step, 16)).square().mean().backward()
+            sgd(ddp)
+            if rank == 0:
+                state.metrics()
+        return agreed(ddp), state.metrics()["espresso/residual_norm"]
+
+
+@needs_compiler
+def test_a_rank_that_looks_between_two_flushes_is_in_none_of_its_own() -> None:
+    build_for("emulated")
+    assert [outcome.value for outcome in run_ranks(run_flushed_twice, 2, deadline_s=60)] == [(True, 0.0)] * 2
 
 
 class Lying:
@@ -819,6 +845,42 @@ def test_a_check_waits_for_its_copies(spec: str) -> None:
         assert "backed_off" not in outcome.value["events"]
         for group in ("0", "2"):
             assert outcome.value["metrics"][f"espresso/lost/{group}"] < 0.01
+
+
+def run_marked(rank: int) -> list[int]:
+    """Steps whose script is another one's. Every other has two forward passes, and asks for metrics between them."""
+    import espresso.live.session
+
+    streams = TracedStreams()
+    espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    ddp = wrap(mlp(16, 24, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    began = []
+    with registered(ddp) as state:
+        for step in range(6):
+            began.append(now_us())
+            if step % 2:
+                with ddp.no_sync():
+                    ddp(batch(rank, step, 16)).square().mean().backward()
+                state.metrics()
+            ddp(batch(rank, step, 16)).square().mean().backward()
+            optimizer.step()
+        began.append(now_us())
+        state.metrics()
+        steps = state.session.recorder.flight().steps
+    assert [each.number for each in steps] == list(range(6))
+    return [
+        each.number
+        for each, begin, end in zip(steps, began, began[1:], strict=False)
+        if not begin <= (each.script.entered_us or 0) <= (each.script.optimizer_end_us or 0) <= end
+        or each.script.passes != 1 + each.number % 2
+    ]
+
+
+@needs_compiler
+def test_a_step_that_is_judged_late_is_recorded_with_its_own_script() -> None:
+    build_for("emulated")
+    assert [outcome.value for outcome in run_ranks(run_marked, 2, deadline_s=60)] == [[], []]
 
 
 def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:

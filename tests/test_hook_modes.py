@@ -109,6 +109,10 @@ def test_frozen_and_ignored_parameters(played):
     check(played(frozen_and_ignored))
 
 
+def test_parameters_that_are_frozen_or_unfrozen_once_wrapped(played):
+    check(played(frozen_once_wrapped))
+
+
 def test_tied_parameters(played):
     check(played(tied))
 
@@ -239,11 +243,18 @@ def check(results: list[dict[str, Any]]) -> None:
 Step = Callable[[DistributedDataParallel, int], None]
 
 
-def compare(model: nn.Module, step: Step, num_steps: int = 6, **settings: Any) -> dict[str, list[str]]:
+def compare(
+    model: nn.Module,
+    step: Step,
+    num_steps: int = 6,
+    once_wrapped: Callable[[DistributedDataParallel], None] = lambda ddp: None,
+    **settings: Any,
+) -> dict[str, list[str]]:
     """Digests after every step, with plain DDP and with every arm."""
     results = {}
     for option, compressor in (("plain", ""), *ARMS):
         ddp = wrap(copy.deepcopy(model), **settings)
+        once_wrapped(ddp)
         if option == "plain":
             results[option] = run(ddp, step, num_steps)
         else:
@@ -474,6 +485,23 @@ def frozen_and_ignored(rank: int) -> dict[str, list[str]]:
     return compare(model, step)
 
 
+def frozen_once_wrapped(rank: int) -> dict[str, list[str]]:
+    """Between wrapping and registering one layer is frozen, and another one, which DDP does not average, no more."""
+    model = mlp(20, 60, 30, 40, 5)
+    model[6].requires_grad_(False)
+
+    def once_wrapped(ddp: DistributedDataParallel) -> None:
+        ddp.module[2].requires_grad_(False)
+        ddp.module[6].requires_grad_(True)
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        square_loss(rank)(ddp, number)
+        for parameter in ddp.module[6].parameters():
+            parameter.grad = None  # nobody averaged it
+
+    return compare(model, step, once_wrapped=once_wrapped, find_unused_parameters=True)
+
+
 class Chosen(nn.Module):
     """Three branches, of which each step uses those named."""
 
@@ -671,10 +699,12 @@ def wrapped_hook(rank: int) -> tuple[bool, str]:
 
 
 def uneven(rank: int) -> tuple[bool, list[float]]:
-    """Rank 1 has twice the batches of rank 0; three epochs, with error feedback. The mean loss of each."""
+    """Rank 1 has twice the batches of rank 0; three epochs, with error feedback. The mean loss of each. Replicas are
+    compared all along, where they take steps.
+    """
     ddp = wrap(mlp(20, 60, 30, 40, 5))
     epochs = []
-    with registered(ddp, SHARDED, "efsignsgd"):
+    with registered(ddp, SHARDED, "efsignsgd", check_every=1):
         for _ in range(3):
             losses = []
             with ddp.join():
@@ -835,9 +865,11 @@ def switched_off(rank: int) -> tuple[bool, str, bool]:
             assert set(state.metrics().values()) == {0.0}
         # What espresso refuses otherwise: who meets a refusal can go on without it.
         sparse = wrap(torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 2)))
+        frozen = wrap(torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 2)))
+        frozen.module[0].requires_grad_(False)
         hooked = wrap(mlp(20, 5))
         hooked.register_comm_hook(None, allreduce_hook)
-        for model in (sparse, hooked, mlp(20, 5)):
+        for model in (sparse, frozen, hooked, mlp(20, 5)):
             assert espresso.register(model, ranks_per_node=1).is_off
     finally:
         del os.environ["ESPRESSO_DISABLE"]
@@ -867,6 +899,7 @@ SCENARIOS = (
     compiled,
     no_sync,
     frozen_and_ignored,
+    frozen_once_wrapped,
     tied,
     mixed_dtypes,
     channels_last,

@@ -145,6 +145,19 @@ def test_the_race_is_run_as_late_as_it_may(decide_by, race_from):
     assert [decided for _, decided in ran].index(True) == race_from + 11 == max(decide_by, 17) - 1
 
 
+def test_it_says_what_it_is_doing():
+    planner, said = planner_of(Found(), race_rounds=2, decide_by=20), []
+    run(planner, 19, lambda step: said.append(planner.doing))
+    race = "races plain, dgc:ratio=0.1 in"
+    assert said[0] == "begins with the next step"
+    assert said[1:4] == ["measures plain steps, from step 3 on"] * 3
+    assert said[4] == "measures plain steps, 1 of 2 so far"
+    assert said[5:8] == [f"{race} 12 steps, after {left} plain ones" for left in (3, 2, 1)]
+    assert said[8:] == [f"{race} {left} steps" for left in range(12, 1, -1)]
+    planner.follow({})
+    assert planner.doing == "searches again after one of the next steps, which are plain"
+
+
 @pytest.mark.parametrize(("decide_by", "more"), [(0, []), (29, []), (30, [3]), (31, [4]), (58, [4])])
 def test_where_they_are_far_apart_more_steps_are_profiled_if_the_race_has_time(decide_by, more):
     """Twice as many at most. A race of four arms is over in time all the same."""
@@ -207,8 +220,9 @@ def _park(rank: int) -> dict[str, Any]:
         def assign(self, iteration: int) -> Assignment:
             return self.now
 
-        def after(self, record: Any) -> None:
-            return None
+        def note(self, record: Any) -> None: ...
+
+        def after(self, record: Any) -> None: ...
 
     script, store = Script(), ResidualStore()
     executor = Executor(groups, HostCodecs(1), script, store=store)

@@ -127,8 +127,13 @@ def test_metrics(played):
 
 
 def test_summary_says_what_is_done(played):
-    for before, after in played(summaries):
+    for before, after, undecided in played(summaries):
         assert before.startswith("not started")
+        assert undecided == [
+            "not yet: automatic mode begins with the next step",
+            "not yet: automatic mode measures plain steps, from step 37 on",
+            "not yet: automatic mode waits for its kernels, which are compiled beside plain steps",
+        ]
         names = [line.split()[0] for line in after.splitlines() if not line.startswith(" ")]
         assert names == ["job", "decided", "strategy", "sends", "keeps"]
         assert "4 tensors" in after
@@ -338,12 +343,18 @@ def metrics(rank: int) -> tuple[dict[str, float], dict[str, float], int]:
         return before, state.metrics(), 4
 
 
-def summaries(rank: int) -> tuple[str, str]:
-    ddp = wrap(mlp(20, 300, 30))
+def summaries(rank: int) -> tuple[str, str, list[str]]:
+    ddp, undecided = wrap(mlp(20, 300, 30)), []
+    late = wrap(mlp(20, 300, 30))
+    with registered(late, strategy="auto", compressor="powersgd:start_iter=40", profile_steps=3) as state:
+        for is_compiled in (True, True, False):
+            state.session.is_compiled = is_compiled
+            undecided += [line[10:] for line in state.summary().splitlines() if line.startswith("decided")]
+            steps(late, rank)
     with registered(ddp, SHARDED, "efsignsgd") as state:
         steps(ddp, rank)
         assert repr(state).startswith("<EspressoState: efsignsgd, strategy <Strategy: 4 tensors (efsignsgd)")
-        return EspressoState().summary(), state.summary()
+        return EspressoState().summary(), state.summary(), undecided
 
 
 def failing(rank: int) -> dict[str, str]:

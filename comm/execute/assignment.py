@@ -75,14 +75,18 @@ class Record:
 
 
 class Planner(Protocol):
-    """Decides what each iteration runs. Both calls come at counts that all ranks agree on."""
+    """Decides what each iteration runs. ``assign`` and ``after`` come at counts that all ranks agree on."""
 
     def assign(self, iteration: int) -> Assignment:
         """The assignment of this iteration; must not block."""
         ...
 
+    def note(self, record: Record) -> None:
+        """Take note of an iteration; a rank may be alone in it, and asks nobody."""
+        ...
+
     def after(self, record: Record) -> Callable[[], None] | None:
-        """Take note of an iteration; a returned function runs before its last future completes.
+        """Begin what follows an iteration that was noted; a returned function runs before its last future completes.
 
         It may block and communicate: every rank is inside the same hook call then.
         """

@@ -110,7 +110,7 @@ class Executor:
         self._groups, self._rank = groups, groups.ranks[groups.rank]
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
-        self._more: Callable[[], None] | None = None  # wanted by the planner of an iteration that was judged alone
+        self._judged: Record | None = None  # of an iteration that was judged alone: the planner's part is to come
         self._count = self.step = 0
         # What some rank may keep something of, alike on all ranks whatever this one keeps; None: of any tensor.
         self._owing: set[str] | None = set()
@@ -260,11 +260,14 @@ class Executor:
             iteration.hand_over_last(index)
 
     def _judge(self, iteration: Iteration) -> Callable[[], None] | None:
+        self._note(iteration)
+        return self.planner.after(iteration.record)
+
+    def _note(self, iteration: Iteration) -> None:
         """Commit or discard the residuals: the same decision everywhere, as the averages are the same."""
-        record = iteration.record
         self._settle(iteration)
-        iteration.run.note_times(record)
-        return self.planner.after(record)
+        iteration.run.note_times(iteration.record)
+        self.planner.note(iteration.record)
 
     def _settle(self, iteration: Iteration) -> None:
         record = iteration.record
@@ -341,8 +344,8 @@ class Executor:
     def judge(self) -> None:
         """Judge an iteration that is launched but not judged yet: wait for the device, commit or discard residuals.
 
-        On the host there is none. A rank may do it alone; what the planner wants of all ranks then waits for
-        :meth:`conclude`.
+        On the host there is none. A rank may do it alone; what the planner begins with others then waits for
+        :meth:`conclude`: a message that nobody else has begun would end at its time-out.
 
         Raises:
             EspressoError: the device did not finish in time, or a payload was malformed.
@@ -350,15 +353,18 @@ class Executor:
         iteration, self._unjudged = self._unjudged, None
         if iteration is not None:
             with self._telling():
-                self._more = self._judge(iteration)
+                self._note(iteration)
+                self._judged = iteration.record
 
     def conclude(self) -> None:
         """Judge, and have the planner do what follows. All ranks together, between two iterations; raises likewise."""
         self.judge()
-        more, self._more = self._more, None
-        if more is not None:
+        record, self._judged = self._judged, None
+        if record is not None:
             with self._telling():
-                more()
+                more = self.planner.after(record)
+                if more is not None:
+                    more()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -36,11 +36,14 @@ def agree_on_epoch(groups: Groups, epoch: int) -> None:
 def check_replicas(groups: Groups, parameters: Mapping[str, torch.Tensor]) -> None:
     """Compare parameters, bit for bit. All ranks together.
 
+    Args:
+        parameters: by name; none on a rank that is not compared.
+
     Raises:
-        DisagreementError: names the rank and the first tensor that differs from the first rank's.
+        DisagreementError: names the rank and the first tensor that differs from the first compared rank's.
     """
     everybody = groups.by_rank({name: checksum(parameter) for name, parameter in parameters.items()})
-    first = groups.ranks[0]
+    first = next((rank for rank, theirs in everybody.items() if theirs), groups.ranks[0])
     for rank, theirs in everybody.items():
         for name, value in theirs.items():
             if value != everybody[first][name]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from espresso.comm.ddp_buckets import held_by
 from espresso.comm.errors import UnsupportedModelError
 from espresso.live.shards import Shards
 from espresso.strategies import DTYPES, TensorSpec
@@ -56,11 +57,10 @@ class BoundModel:
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """By name, of shards what is here; none if the model is gone."""
-        module = self.module()
-        found: Mapping[str, Any] = {} if module is None else named_gradients(module)
-        if self.shards is None:
-            return found
-        return {name: parameter.to_local() for name, parameter in found.items() if name in self.shards.starts}
+        module, known = self.module(), {tensor.name for tensor in self.tensors}
+        named: Iterable[tuple[str, Any]] = () if module is None else _inner(module).named_parameters()
+        found = {name: parameter for name, parameter in named if name in known}
+        return found if self.shards is None else {name: parameter.to_local() for name, parameter in found.items()}
 
 
 def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -69,16 +69,16 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises:
         UnsupportedModelError: a parameter whose gradients cannot be exchanged, by name, with the remedy.
     """
-    inner: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    inner = _inner(module)
     ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
-    parameters = {
-        name: parameter
-        for name, parameter in inner.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
+    named = dict(inner.named_parameters())
+    averaged = {id(each) for name, each in named.items() if each.requires_grad and name not in ignored}
+    _check_sparse(inner, averaged)
+    if isinstance(module, DistributedDataParallel):  # which keeps to what it was made of
+        averaged = held_by(module)
+    parameters = {name: parameter for name, parameter in named.items() if id(parameter) in averaged}
     for name, parameter in parameters.items():
         _check(name, parameter)
-    _check_sparse(inner, set(map(id, parameters.values())))
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
@@ -86,6 +86,10 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             f"the model's parameters lie on several devices ({found}); use one device per process"
         )
     return parameters
+
+
+def _inner(module: torch.nn.Module) -> torch.nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def tensor_specs(parameters: dict[str, torch.nn.Parameter]) -> tuple[TensorSpec, ...]:

@@ -72,6 +72,7 @@ class AutoPlanner:
         history: told what was decided, and why.
         adapt: watch the job once it is decided, and decide again when something changes.
         compresses_from: the first iteration in which all compressors do: the profile ends just before it, or later.
+        others_race: for how many iterations more other jobs of this process will race.
 
     Attributes:
         probed_us: what measuring, searching and trying have cost since the first decision, beyond steps of what stayed.
@@ -94,7 +95,9 @@ class AutoPlanner:
         profile_only: bool = False,
         adapt: bool = False,
         compresses_from: int = 0,
+        others_race: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._others_race = others_race
         self._groups, self._search, self._on_profile, self.history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
         self._more_steps = 0
@@ -132,6 +135,26 @@ class AutoPlanner:
     def strategy(self) -> Strategy:
         """The strategy in use once decided, until then the plain one. One that is only tried is not in use."""
         return self._plain.strategy if self._winner is None else self._winner.strategy
+
+    @property
+    def to_race(self) -> int:
+        """Iterations until a race is over that is to come or under way; 0 without one."""
+        return 0 if self._race is None else self._pause + self._race.num_steps
+
+    @property
+    def doing(self) -> str:
+        """What automatic mode does until it has decided, in words."""
+        if self._race is not None:
+            names, steps = ", ".join(arm.name for arm in self._race.arms), self._race.num_steps
+            waits = f", after {self._pause} plain ones" if self._pause else ""
+            return f"races {names} in {steps} steps{waits}"
+        if self._again or self._laid_at is not None:
+            return "searches again after one of the next steps, which are plain"
+        if self._first is None:
+            return "begins with the next step"
+        if self._observed:
+            return f"measures plain steps, {len(self._observed)} of {self._profile_steps + self._more_steps} so far"
+        return f"measures plain steps, from step {self._first + self._profile_from} on"
 
     def assign(self, iteration: int) -> Assignment:
         if self._race is not None:  # plain comes first in the first one, also while it pauses
@@ -302,7 +325,9 @@ class AutoPlanner:
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
         arms += [Arm(c.name, c.assignment, c.sent_us) for c in candidates]
         self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
-        self._pause = max(0, self._decide_by - self._num_begun(step) - self._race.num_steps)
+        # In one loop with another job's a step has that one's exchange in it: one race after the other.
+        others = self._groups.from_rank_0(self._others_race())
+        self._pause = max(others, self._decide_by - self._num_begun(step) - self._race.num_steps)
         names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
 

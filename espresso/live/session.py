@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -59,6 +60,8 @@ from espresso.strategies.option import RANK_DEVICES
 
 logger = logging.getLogger("espresso")
 
+_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
 TOLD_S = 1.0
 """For the last message of a rank that closes: the others begin theirs at the end of the same iteration."""
 
@@ -87,6 +90,8 @@ class Session:
         is_compiled: whether the kernels are there that this job may run.
         profile_only: whether the job is only measured, as ``espresso profile`` has it, and stays plain.
         lay_buckets: has the front lay its buckets anew, of a size in MiB; whether it will.
+        has_inputs: whether this rank takes the step of the latest iteration itself, as the front says: in ``join()``
+            one without inputs takes none, and is given the parameters at the end.
 
     Raises:
         DisagreementError: ranks differ in model, compressor, strategy or a setting; it says in what.
@@ -104,6 +109,7 @@ class Session:
     ) -> None:
         self.config, self.model, self.scale, self._pid = config, model, scale, os.getpid()
         self.lay_buckets: Callable[[float], bool] = lambda cap: False
+        self.has_inputs = True
         self.runtime: Runtime = runtime_of(model.device)
         client = connected()
         with ExitStack() as undo:
@@ -165,9 +171,13 @@ class Session:
             self._kernels = self._make_kernels(self.given.specs | set(config.terms.constraints.forced()))
             undo.callback(self._kernels.end)
             self.is_compiled = self._warm_up()  # last: who dies or hangs meanwhile is named
-            self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal)
+            there = folder
+            if config.record_signal is not None:
+                there = own_folder(config.artifacts_dir or ".", model.module(), self.groups)
+            self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal, there)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
             undo.pop_all()
+        _OPEN.add(self)
 
     # -- the start -----------------------------------------------------------------------------------
 
@@ -199,7 +209,8 @@ class Session:
         beside = self.groups.beside
         if beside is None:
             return {}
-        lossy = self.search is not None or self.decider.strategy.compresses
+        # As given: what runs now may compress later.
+        lossy = not isinstance(self.decider, FixedPlanner) or self.decider.given.compresses
         return {"failed": "", "agree": beside.all_true if any(self.groups.everywhere(lossy)) else None}
 
     def _make_decider(self) -> Decider:
@@ -236,7 +247,13 @@ class Session:
             adapt=self.config.adapt,
             # What starts late is searched for and raced once it has started.
             compresses_from=self.follower.schedule.start_step,
+            others_race=self.others_race,
         )
+
+    def others_race(self) -> int:
+        """For how many iterations more other jobs of this process will race."""
+        deciders = [each.decider for each in list(_OPEN) if each is not self]
+        return max((each.to_race for each in deciders if isinstance(each, AutoPlanner)), default=0)
 
     def _check_constraints(self) -> None:
         """Refuse what no option of this cluster can be, and name patterns that nothing matches."""
@@ -331,6 +348,7 @@ class Session:
 
     def assign(self, iteration: int) -> Assignment:
         """What an iteration runs, by the compressors that are in force in it."""
+        self.recorder.begin()
         if self.follower.moves(iteration):
             self.decider.follow(self.follower.in_force)
         # Automatic mode begins when its kernels are there; until then steps are plain.
@@ -343,10 +361,13 @@ class Session:
             self.guard.begin(iteration, assignment, self.scale, in_use=in_use)
         return assignment
 
-    def after(self, record: Record) -> Work | None:
-        """Take note of an iteration. What is returned runs while all ranks are inside the same hook call."""
+    def note(self, record: Record) -> None:
+        """Take note of an iteration; nobody else is asked."""
         self.observer.take(record)
         self.recorder.take(record)
+
+    def after(self, record: Record) -> Work | None:
+        """Go on after an iteration. What is returned runs while all ranks are inside the same hook call."""
         flushed = self._flush.took(record, self.executor)
         if flushed:
             self.decider.skip(record)
@@ -371,7 +392,7 @@ class Session:
             self.artifacts.strategy(self.decider.strategy)
         every = self.config.check_every
         if every > 0 and record.iteration % every == every - 1:
-            works.append(self.check_replicas)
+            works.append(partial(self.check_replicas, is_compared=self.has_inputs))
         due = [work for work in works if work is not None]
         return partial(_run_all, due) if due else None
 
@@ -403,6 +424,7 @@ class Session:
 
     def flush(self) -> None:
         """Send all that is owed in the next iteration that counts: it is uncompressed, and the decider skips it."""
+        self.executor.conclude()  # what a rank judged alone is told before: all ranks or none are in a flush then
         self._flush.begin(Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0))
         self.executor.try_again()
 
@@ -504,14 +526,15 @@ class Session:
             agree_on_epoch(self.groups, epoch)
         self.follower.epoch = epoch
 
-    def check_replicas(self) -> None:
-        """Compare all parameters between ranks, bit for bit. All ranks together."""
-        check_replicas(self.groups, self.model.parameters)
+    def check_replicas(self, *, is_compared: bool = True) -> None:
+        """Compare all parameters between the ranks that are to be compared, bit for bit. All ranks together."""
+        check_replicas(self.groups, self.model.parameters if is_compared else {})
 
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop threads and free the process groups."""
+        _OPEN.discard(self)
         self.observer.detach()
         self._guard.remove()
         self.recording.end()

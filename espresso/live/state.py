@@ -222,6 +222,7 @@ class EspressoState(View):
         arrived = front.take(bucket, session.executor.end)
         if arrived.index == 0:
             self._scale.begin()
+            session.has_inputs = front.has_inputs()
             session.store.waits = front.drops_averages and session.runtime.place.is_host
         if self._before_exchange:
             scale = self._scale()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from espresso.live.figures import noted, owed, predicted_us
+from espresso.live.planner import AutoPlanner
 from espresso.live.session import Session
 from espresso.model.payload_sizes import compressed
 from espresso.strategies import Strategy
@@ -38,12 +39,12 @@ def _profile(session: Session) -> str:
 
 
 def _decided(session: Session) -> str:
-    verdict = session.decider.verdict
-    if verdict is None:
-        since = "it began" if session.is_compiled else "its kernels are compiled"
-        when = f"{session.config.decide_by} steps after {since}"
-        return f"not yet: automatic mode decides some {when}, gradients are plain but where it tries what it found"
-    return f"{verdict.name}: {verdict.reason}"
+    decider = session.decider
+    if decider.verdict is None:
+        assert isinstance(decider, AutoPlanner)
+        doing = decider.doing if session.is_compiled else "waits for its kernels, which are compiled beside plain steps"
+        return f"not yet: automatic mode {doing}"
+    return f"{decider.verdict.name}: {decider.verdict.reason}"
 
 
 def _strategy(strategy: Strategy) -> str:
