@@ -8,7 +8,7 @@ All numbers are little-endian. Byte by byte::
     6   1  algorithm id (registry)
     7   1  bytes per number of the layout's dtype: 4 = float32, 8 = float64
     8   4  number of segments
-    12  4  CRC-32 of the compressor's name and all its parameters
+    12  4  CRC-32 of the compressor's name and parameters, but ``LOCAL`` ones and ``ADDED`` defaults (common.py)
     16  8  payload bytes, header included
     24     segment table, 16 bytes per segment:
              8  number of elements; the top bit says that the segment travels raw

@@ -63,6 +63,10 @@ class Schedule:
             for spec, compressor in self._compressors.items()
         }
 
+    def waits_for_epochs(self, step: int) -> bool:
+        """Whether what is in force in this step is another in later epochs."""
+        return self.in_force(0, step) != self.in_force(LAST, step)
+
     def _find_correction(self) -> Correction | None:
         asked = {spec: c.correction for spec, c in self._compressors.items() if c.correction is not None}
         if len(set(asked.values())) > 1:
@@ -103,7 +107,7 @@ class Follower:
     def _epoch_of(self, step: int) -> int:
         if self._steps_per_epoch is not None:
             return step // self._steps_per_epoch
-        if step == REMIND_AFTER and self.epoch is None and not self.schedule.is_fixed:
+        if step == REMIND_AFTER and self.epoch is None and self.schedule.waits_for_epochs(step):
             logger.warning(
                 "the compressor warms up by epochs, but nobody called state.set_epoch(epoch) in %d steps, nor gave"
                 " steps_per_epoch to register: its first ratio stays",

@@ -246,7 +246,10 @@ class Dgc(Sparsifier):
 
 @dataclass(frozen=True)
 class Threshold(Sparsifier):
-    """Sends the numbers of at least the threshold's magnitude; what is kept is below it.
+    """Sends the numbers of at least the threshold's magnitude.
+
+    What is compared is the gradient and, times the feedback gain, what is owed: so that of a number less than the
+    threshold over the gain is owed, unless slots run out.
 
     Strom: Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015.
 

@@ -13,7 +13,7 @@ from espresso.comm.execute.executor import Assignment
 from espresso.comm.parameter_server.plain import is_plain, smaller
 from espresso.compressors import Correction, Decoding, DrawKey, Encoding, Feedback, Segment, create, host_codec
 from espresso.compressors.momentum import HostMover
-from espresso.compressors.schedule import Schedule, translate
+from espresso.compressors.schedule import REMIND_AFTER, Follower, Schedule, translate
 from espresso.strategies import (
     NONE,
     PLAIN,
@@ -180,6 +180,15 @@ def test_a_schedule_translates_strategies():
     assert not translate(strategy, {spec: NONE}).compresses
     assert not schedule.is_fixed
     assert Schedule([CompressorSpec.parse("dgc")]).is_fixed
+
+
+@pytest.mark.parametrize(("text", "waits"), [("powersgd", False), ("dgc:warmup_epochs=4", True)])
+def test_who_names_no_epoch_is_reminded_where_something_waits_for_one(caplog, text, waits):
+    follower = Follower(Schedule([CompressorSpec.parse(text)]), None, None)
+    with caplog.at_level("WARNING", logger="espresso"):
+        for step in range(REMIND_AFTER + 2):
+            follower.moves(step)
+    assert ["nobody called state.set_epoch" in record.getMessage() for record in caplog.records] == [True] * waits
 
 
 # -- the oracle ------------------------------------------------------------------------------------
