@@ -431,8 +431,10 @@ def check_poisoned(cases: Sequence[tuple[Option, str, float]], carried: bool = F
 
 @pytest.mark.parametrize("name", [name for name in compressor_ids() if name in SPECS])
 def test_a_non_finite_gradient_shows_everywhere_and_spoils_nothing(name):
-    cases = [(parse_option(text), SPECS[name], poison) for text, poison in zip(
-        SHAPES.values(), [np.inf, np.nan, -np.inf] * len(SHAPES), strict=False)]  # fmt: skip
+    """Each shape with every other compressor."""
+    poisons = [np.inf, np.nan, -np.inf] * len(SHAPES)
+    cases = [(parse_option(text), SPECS[name], poison) for text, poison in zip(SHAPES.values(), poisons, strict=False)]
+    cases = cases[list(SPECS).index(name) % 2 :: 2]
     if create(SPECS[name]).traits.summable:
         cases += [(find_option(text, True), SPECS[name], np.inf) for text in SUMMABLE.values()]
     check_poisoned(cases)

@@ -277,7 +277,7 @@ def start_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
 
 def one_stays_away(rank: int) -> str:
     if rank == 2:
-        time.sleep(5.0)
+        time.sleep(2.5)
         return ""
     try:
         Groups(timeout_s=1.0)
