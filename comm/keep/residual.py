@@ -310,8 +310,8 @@ class _Packer:
         self._is_open, self._holds = False, True
 
     def close(self, payload: Array, key: DrawKey, *, for_good: bool = False) -> None:
-        """The encoder has written everything: pack it, rounded without bias. What overwrites all that is kept has no inf
-        or NaN, since a payload with one decodes to nothing else.
+        """The encoder has written everything: pack it, rounded without bias. What overwrites all that is kept has no
+        inf or NaN, since a payload with one decodes to nothing else.
         """
         numbers = self._rooms()[1]
         if for_good and not isinstance(self._memory, HostMemory):  # whose encoders do not wait for what they find
