@@ -298,12 +298,13 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
 class DitheringCodec(Codec, Protocol):
     """A codec that can be made to round without bias: casts and whole numbers."""
 
     def dither(self, encoding: Encoding) -> None:
-        """Move the numbers of the source, in place and at random by the key, by up to half of what they are apart once
-        encoded. Encoded then, each is on average what it was.
+        """Move the numbers of the source, in place and at random by the key, so that encoded then each is on average
+        what it was. What fits already stays.
         """
         ...
 

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Feedback, Segment, SummableCodec
+from espresso.compressors.base import (
+    Array,
+    Decoding,
+    DitheringCodec,
+    DrawKey,
+    Encoding,
+    Feedback,
+    Segment,
+    SummableCodec,
+)
 
 GAIN = 0.5
 """Of the feedback: any but 1, since encoders that do not fuse it then take one more pass."""
@@ -46,7 +55,7 @@ def rehearse(
         codec: on any backend.
         rows: payloads that the decode adds up.
         scale: of the decode.
-        vectors: also run what goes to and from the vector of a summable codec.
+        vectors: also run what goes to and from the vector of a summable codec, and what rounds without bias.
     """
     layout = codec.compressor.layout(segments, dtype)
     starts = np.cumsum(layout.numels) - layout.numels
@@ -78,6 +87,8 @@ def rehearse(
         values = here(np.zeros(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind))
         codec.encode_values(encoding, values)
         codec.decode_values(decoding, values)
+    if vectors and isinstance(codec, DitheringCodec):
+        codec.dither(replace(encoding, source=target))
     return encode_next, partial(codec.decode, decoding, payloads)
 
 

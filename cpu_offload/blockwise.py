@@ -14,7 +14,7 @@ from espresso.compressors.base import Array, Encoding
 from espresso.compressors.blockwise import MAX_BLOCK, NEARLY, TINY, Blockwise
 from espresso.compressors.blockwise import Codes as Form
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
-from espresso.cpu_offload.dither import dither
+from espresso.cpu_offload.dither import dither_blocks
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
 from espresso.cpu_offload.jit import Scalar, as_number, fence, kernel, room
 from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fetch_block, fill_q, neutral_block
@@ -185,4 +185,4 @@ class HostBlockwise(HostCodec):
 
     def dither(self, encoding: Encoding) -> None:
         """As :class:`espresso.compressors.base.DitheringCodec` says, for whole numbers."""
-        dither(self, encoding, self.compressor.block, self.compressor.levels)
+        dither_blocks(self, encoding, self.compressor.block, self.compressor.levels)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array, Encoding, Layout
 from espresso.compressors.casts import Cast
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, SummableHostCodec
-from espresso.cpu_offload.dither import dither
+from espresso.cpu_offload.dither import dither_cast
 from espresso.cpu_offload.jit import Scalar, kernel, room
 from espresso.cpu_offload.kernels import BLOCK, all_finite, clear_block, fetch_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
@@ -189,7 +189,7 @@ class HostCast(SummableHostCodec):
 
     def dither(self, encoding: Encoding) -> None:
         """As :class:`espresso.compressors.base.DitheringCodec` says."""
-        dither(self, encoding, 0, 2.0**self.compressor.fraction)
+        dither_cast(self, encoding, self.compressor.fraction)
 
     @property
     def _is_half(self) -> bool:

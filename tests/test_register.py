@@ -71,6 +71,7 @@ METRICS = {
         "other cluster": ("StrategyError", "this job runs on"),
         "hierarchical on one level": ("StrategyError", "hierarchical"),
         "sparse embedding": ("UnsupportedModelError", "module '0' makes sparse gradients", "sparse=False"),
+        "sparse, frozen once wrapped": ("UnsupportedModelError", "module '0' makes sparse gradients", "sparse=False"),
         "complex": ("UnsupportedModelError", "parameter '0.weight' is complex", "view_as_real"),
         "meta": ("UnsupportedModelError", "parameter 'weight' is on the meta device"),
         "torch.compile": ("UnsupportedModelError", "tuple instead of a DDP bucket", "torch.compile"),
@@ -185,6 +186,12 @@ def message_of(action: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+def frozen_once_wrapped() -> DistributedDataParallel:
+    ddp = wrap(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)))
+    ddp.module[0].requires_grad_(False)
+    return ddp
+
+
 def refusals(rank: int) -> dict[str, str]:
     small = mlp(20, 30, 3)
     ddp = wrap(small)
@@ -228,6 +235,7 @@ def refusals(rank: int) -> dict[str, str]:
         "other cluster": with_strategy(strategy_for(ddp, Cluster(2, 2))),
         "hierarchical on one level": lambda: strategy_for(ddp, Cluster(2, 1), HIERARCHICAL),
         "sparse embedding": lambda: espresso.register(wrap(nn.Sequential(nn.Embedding(9, 4, sparse=True)))),
+        "sparse, frozen once wrapped": lambda: espresso.register(frozen_once_wrapped()),
         "complex": lambda: espresso.register(wrap(nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64)))),
         "meta": lambda: EspressoState().bind(nn.Linear(3, 3, device="meta")),
         "torch.compile": lambda: espresso_hook(EspressoState(), (torch.ones(3), nn.Parameter(torch.ones(3)))),

@@ -105,6 +105,25 @@ def test_a_steady_gradient_is_not_lost_in_the_rounding(storage: str, dtype: type
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_nothing_is_added_to_stays_as_it_is(storage: str, dtype: type) -> None:
+    """Of a tensor that is not used, of rows that no example had: for thousands of steps."""
+    store = ResidualStore(storage=storage)
+    residual = store.new_residual(Site.LOCAL, RUNS, dtype, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    residual.old = np.exp2(np.round(4 * numbers(residual.old.size, dtype)))
+    residual.old[:300] = numbers(300, dtype)
+    kept = residual.old
+    for step in range(5):
+        feedback = residual.feedback(np.array(residual.starts))
+        feedback.new[:] = feedback.old
+        residual.settle(DrawKey(step=step))
+        store.commit()
+    inside = residual_places(residual.starts)
+    assert np.array_equal(residual.old[inside], kept[inside])
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
 def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     store = ResidualStore(storage=storage)
     residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)

@@ -225,13 +225,14 @@ class CudaCodec:
             self.device.launch(self.file, kernel, max(tables.num_tiles, 1), THREADS, common)
         return not self.waits or self._read(status, layout, payloads)
 
-    def _dither(self, encoding: Encoding, block: int, levels: float) -> None:
+    def _dither(self, encoding: Encoding, *, block: int = 0, levels: float = 1.0, spare: int = 0) -> None:
         layout, kind = encoding.layout, encoding.layout.dtype.type
         numbers = numbers_on(self.device, "source", encoding.source, layout)
         tables = self._tables.tables(layout)
         rows = self._tables.rows(layout, tables, encoding.starts, numbers.numel(), None, 0)
         salt = np.uint64(rank_salt(encoding.key))
-        arguments = (rows, tables.tiles, np.int64(self.tile), numbers, np.int32(block), kind(levels), salt)
+        how = np.int32(block), kind(levels), np.int32(spare)
+        arguments = (rows, tables.tiles, np.int64(self.tile), numbers, *how, salt)
         if tables.num_tiles:
             self.device.launch("dither.cu", f"dither_{suffix(layout)}", tables.num_tiles, THREADS, arguments)
 

@@ -48,7 +48,8 @@ class CudaCast(CudaSummableCodec):
 
     def dither(self, encoding: Encoding) -> None:
         """As :class:`espresso.compressors.base.DitheringCodec` says."""
-        self._dither(encoding, 0, 2.0**self.compressor.fraction)
+        spare = np.finfo(encoding.layout.dtype).nmant - self.compressor.fraction
+        self._dither(encoding, spare=spare)
 
 
 class CudaBlockwise(CudaCodec):
@@ -71,7 +72,7 @@ class CudaBlockwise(CudaCodec):
 
     def dither(self, encoding: Encoding) -> None:
         """As :class:`espresso.compressors.base.DitheringCodec` says, for whole numbers."""
-        self._dither(encoding, self.compressor.block, self.compressor.levels)
+        self._dither(encoding, block=self.compressor.block, levels=self.compressor.levels)
 
 
 LANES = 128

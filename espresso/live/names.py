@@ -75,7 +75,11 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     averaged = {id(each) for name, each in named.items() if each.requires_grad and name not in ignored}
     _check_sparse(inner, averaged)
     if isinstance(module, DistributedDataParallel):  # which keeps to what it was made of
-        averaged = held_by(module)
+        try:
+            averaged = held_by(module)
+        except RuntimeError:  # of sparse gradients it tells nothing
+            _check_sparse(inner, {id(each) for name, each in named.items() if name not in ignored})
+            raise
     parameters = {name: parameter for name, parameter in named.items() if id(parameter) in averaged}
     for name, parameter in parameters.items():
         _check(name, parameter)

@@ -139,7 +139,8 @@ class AutoPlanner:
     @property
     def to_race(self) -> int:
         """Iterations until a race is over that is to come or under way; 0 without one."""
-        return 0 if self._race is None else self._pause + self._race.num_steps
+        race = self._race  # another job's thread asks
+        return 0 if race is None else self._pause + race.num_steps
 
     @property
     def doing(self) -> str:
@@ -326,7 +327,7 @@ class AutoPlanner:
         arms += [Arm(c.name, c.assignment, c.sent_us) for c in candidates]
         self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
         # In one loop with another job's a step has that one's exchange in it: one race after the other.
-        others = self._groups.from_rank_0(self._others_race())
+        others = max(self._groups.everywhere(self._others_race()))
         self._pause = max(others, self._decide_by - self._num_begun(step) - self._race.num_steps)
         names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)

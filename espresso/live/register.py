@@ -69,7 +69,7 @@ def register(
     group = ddp_model.process_group if process_group is None else process_group
     state = EspressoState(compressor, strategy, group, grad_scaler, **config)
     if state.is_off:
-        with suppress(Exception):
+        with suppress(EspressoError, ValueError, TypeError):
             state.bind(ddp_model)
         stay_away(group)
         measures_nothing(f"espresso is off ({why_off()})")

@@ -54,7 +54,7 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, Bucket, Choice, CompressorSpec, Strategy
+from espresso.strategies import NONE, RESIDUAL_DTYPES, Bucket, Choice, CompressorSpec, Strategy
 from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
@@ -309,8 +309,12 @@ class Session:
         return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace, self.bearing)
 
     def _make_kernels(self, specs: Iterable[CompressorSpec]) -> Kernels:
-        dtypes = {tensor.dtype for tensor in self.model.tensors}
-        return Kernels(self.groups, self.codecs, {*specs} - {NONE}, dtypes, self._goes_first)
+        dtypes, runs = {tensor.dtype for tensor in self.model.tensors}, {*specs} - {NONE}
+        kept = {spec.residual_dtype or self.config.residual_dtype for spec in runs}
+        if self.config.terms.residual_budget_mb is not None:
+            kept.update(RESIDUAL_DTYPES)
+        packs = {CompressorSpec(dtype) for dtype in kept - {RESIDUAL_DTYPES[0]}}
+        return Kernels(self.groups, self.codecs, runs | packs, dtypes, self._goes_first)
 
     def _is_first_here(self) -> bool:
         """Whether this is its host's first rank of the job: ranks_per_node may say otherwise, but the cache belongs to
@@ -564,6 +568,7 @@ class Session:
         """
         if os.getpid() != self._pid:
             return
+        _OPEN.discard(self)
         self.observer.detach()
         self._guard.remove()
         self.recording.detach()
