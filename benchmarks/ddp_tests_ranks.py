@@ -102,6 +102,7 @@ def _no_devices(given: dict[str, Any]) -> dict[str, None]:
 def _put_under_every_model(mode: str) -> None:
     """At the first forward pass, unless the test has registered a hook itself."""
 
+    @torch.compiler.disable  # else what registering does would be traced, where a test compiles its model
     def look(module: torch.nn.Module, _: Any) -> None:
         if isinstance(module, DistributedDataParallel) and not hasattr(module, "_seen_by_espresso"):
             object.__setattr__(module, "_seen_by_espresso", True)
