@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP_ARGS ?=
 # Three files at a time on two cores, slow ones first: ranks wait for each other and for time-outs much of the time. (With
-# four they wait for cores: 750 s for 651 on an EPYC.)
+# four they wait for cores: 750 s for 650 to 700 on an EPYC.)
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 # Some containers forbid byte code on disk: every process of a test would then compile all of the project first.
