@@ -1,4 +1,4 @@
-"""Sketches on the host: a stretch of numbers added up in a few groups with random signs, and the sum of squares."""
+"""Sketches on the host: numbers added up in a few groups with random signs, and their sum of squares."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import numpy as np
 from espresso.compressors.base import Array
 from espresso.cpu_offload.jit import Scalar, sum_kernel
 
-RUN = 64
-"""Numbers that go to one group before the next group has its turn; what is left over goes to all of them in turn."""
+_SPREAD = 40503
+"""Times a number, without its lowest byte: as good as random (Knuth's multiplicative hash)."""
 
 
 @sum_kernel
 def sketch(values: Array, signs: Array, found: Array) -> Scalar:
     """Fill float64 ``found``: of the groups all but its last number, which is the sum of squares.
+
+    Neighbours go to different groups, and those as far apart as a row of a matrix is long as well, so that a row or a
+    column which holds most of a tensor is in all of them.
 
     Args:
         values: float32 or float64, no longer than ``signs``.
@@ -21,16 +24,21 @@ def sketch(values: Array, signs: Array, found: Array) -> Scalar:
     """
     groups = found.size - 1
     found[:] = 0.0
-    whole = values.size // RUN
-    for run in range(whole):
-        added = squares = 0.0
-        for i in range(RUN):
-            number = np.float64(values[run * RUN + i])
-            added += number * signs[run * RUN + i]
+    whole = values.size // groups
+    squares = 0.0
+    for row in range(whole):
+        at = row * groups
+        turn = (row * _SPREAD >> 8) % groups
+        for i in range(groups - turn):
+            number = np.float64(values[at + i])
+            found[turn + i] += number * signs[at + i]
             squares += number * number
-        found[run % groups] += added
-        found[groups] += squares
-    for i in range(whole * RUN, values.size):
+        for i in range(groups - turn, groups):
+            number = np.float64(values[at + i])
+            found[turn + i - groups] += number * signs[at + i]
+            squares += number * number
+    for i in range(whole * groups, values.size):
         number = np.float64(values[i])
         found[i % groups] += number * signs[i]
-        found[groups] += number * number
+        squares += number * number
+    found[groups] = squares

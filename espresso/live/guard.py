@@ -5,9 +5,9 @@ Within ``EVERY`` steps, for some runs of each compressed tensor (others each tim
     before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
                           (with momentum correction g is what that makes of the gradient and the velocity)
     after it              a = the average,           e' = what it keeps
-    two steps later       the sketches of all ranks are added up: 43 numbers a tensor travel, nobody waits for them
+    two steps later       the sketches of all ranks are added up: 67 numbers a tensor travel, nobody waits for them
 
-A *sketch* adds the runs up in 8 groups with random signs: it is linear, and its norm estimates theirs. Two
+A *sketch* adds the numbers up in 8 groups with random signs: it is linear, and its norm estimates theirs. Two
 figures of a tensor come from it:
 
 * ``deviation``: how far the average of this one step is from the exact one, |N a - sum g| / |sum g|. Error feedback
@@ -22,7 +22,7 @@ on one of them, and the tensor is out too.
 A tensor that is out in ``CONFIRMED`` of the checks one after another is named, with its group, and goes exact.
 
 What a rank *owes*, as a budget counts it (:mod:`espresso.search.error_budget`), is seen by the way: sketches of e' with
-weights that cancel what all ranks keep alike.
+weights that cancel what all ranks keep alike, of 32 numbers, since how large they are is what is asked.
 
 Not seen: an encoder that sends little and keeps all the rest. Nothing is lost then; ``residual_ratio`` (what is kept
 over the gradient) grows, and a tensor of which nothing at all is sent is named too, except by sparsifiers. Nor what
@@ -51,14 +51,15 @@ from espresso.comm.keep.store import ResidualStore, Velocities
 from espresso.comm.member import Gathering
 from espresso.compressors import create
 from espresso.compressors.base import Traits
-from espresso.cpu_offload.sketches import RUN, sketch
+from espresso.cpu_offload.sketches import sketch
 from espresso.search.error_budget import rings
 from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
 
 Array = npt.NDArray[Any]
 
 EVERY, APART = 64, 16
-"""Steps in which every compressed tensor is looked at once, and from one check to the next at least."""
+"""Steps in which every compressed tensor is looked at once, and from one check to the next at least, which it is until
+what a strategy owes is known."""
 
 AGAIN = 2
 """Steps until the next check after one that found something."""
@@ -69,16 +70,14 @@ CONFIRMED = 2
 LAG = 1
 """Steps until the sums of a check are looked at."""
 
-MOST = 1 << 12
-"""Elements of a tensor that are looked at, at most: of a larger one in runs of ``RUN``."""
-
-RUNS = MOST // RUN
+MOST, RUN = 1 << 18, 64
+"""Elements that one check looks at: half of them in equal parts, half by tensors' sizes, of a larger one in runs."""
 
 MOST_TENSORS = 64
 """Looked at in one check; of more, others in the next, which comes the sooner."""
 
-SIZE = 8
-"""Numbers of a sketch."""
+SIZE, OWN_SIZE = 8, 32
+"""Numbers of a sketch, and of the one that says what is owed."""
 
 BAND, CAST_BAND = 0.02, 0.15
 """``lost`` above this is out: of compressors with error feedback, whose only loss is rounding, and of casts."""
@@ -96,7 +95,7 @@ MOST_GROUPS = 16
 OWED_CHECKS = 8
 """The latest of a tensor that say what it owes: each looks at other runs."""
 
-_WIDTH = 5 * SIZE + 3
+_WIDTH = 4 * SIZE + OWN_SIZE + 3
 
 
 def group_names(tensors: Sequence[str]) -> dict[str, str]:
@@ -128,6 +127,7 @@ class _Check:
 
     Attributes:
         where: by tensor, which elements.
+        signs: of its sketches.
         kept: by tensor, a sketch of the residuals before the exchange.
         moving: by tensor, the velocities before it, where momentum is corrected.
         in_use: whether it runs what is not only tried.
@@ -140,6 +140,7 @@ class _Check:
 
     iteration: int
     where: dict[str, Places]
+    signs: Array
     choices: dict[str, Choice]
     kept: dict[str, Array]
     moving: dict[str, Array]
@@ -180,9 +181,9 @@ class Guard:
         side.averaged = self._averaged
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
         self._group_of = group_names(names)
-        self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), MOST)
+        self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), 2 * MOST)
         for dtype in (np.float32, np.float64):  # compiled, or read from disk
-            self._sketch(np.zeros(1, dtype))
+            _sketch(np.zeros(1, dtype), self._signs)
         self._next = 1
         self._turn, self._apart = 0, EVERY
         self._weight = _weight(groups.rank, groups.num_ranks)
@@ -190,6 +191,7 @@ class Guard:
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
         self._owed: dict[str, tuple[Choice, deque[tuple[float, float]]]] = {}
+        self._looked_at: tuple[Mapping[str, Choice], int] = {}, 0  # what is in use, and in how many checks
         self.figures: dict[str, dict[str, float]] = {}
 
     # -- around an iteration -------------------------------------------------------------------------
@@ -198,6 +200,7 @@ class Guard:
         """Go on from a checkpoint: look at its next iteration but one."""
         self._next, self._check, self._summing, self._out = iteration + 1, None, None, {}
         self._owed.clear()
+        self._looked_at = {}, 0
 
     def begin(
         self, iteration: int, assignment: Assignment, scale: Callable[[], float | None], *, in_use: bool = True
@@ -218,17 +221,23 @@ class Guard:
             self.figures = {group: row for group, row in self.figures.items() if group in seen}
         if not names:
             return
-        checks = math.ceil(len(names) / MOST_TENSORS)
-        self._apart = EVERY if checks == 1 else max(EVERY // checks, APART)
+        checks, least = math.ceil(len(names) / MOST_TENSORS), min(APART, EVERY)
+        if in_use and self._looked_at[0] != choices:
+            self._looked_at = choices, 0
+        is_known = not in_use or self._looked_at[1] >= OWED_CHECKS * checks
+        self._apart = max(EVERY // checks, least) if is_known else least
         first = (self._turn * MOST_TENSORS) % len(names)
         names = [name for name in (names[first:] + names[:first])[:MOST_TENSORS] if self._numels.get(name)]
-        where = _places({name: self._numels[name] for name in names}, iteration)
+        draws = np.random.default_rng(iteration)  # other ones in each check: what is kept is much alike in them
+        where = _places({name: self._numels[name] for name in names}, draws)
+        signs = self._signs[draws.integers(MOST) :]
         kept = self._store.kept(where, self._side.fetched)
         self._check = _Check(
             iteration,
             where,
+            signs,
             {name: choices[name] for name in names},
-            {name: self._sketch(values)[:SIZE] for name, values in kept.items()},
+            {name: _sketch(values, signs)[:-1] for name, values in kept.items()},
             {} if self._velocities is None else self._velocities.kept(where, self._side.fetched),
             scale() or 1.0,
             in_use,
@@ -273,16 +282,18 @@ class Guard:
                 continue
             buffer, at = check.buffers[name]
             numbers = check.averages[name] if name in check.averages else buffer.index_select(0, at)
-            average = self._sketch(_host(numbers))[:SIZE] / check.scale * self._groups.num_ranks
-            given, after = self._sketch(self._given(check, name)), self._sketch(kept[name])
-            row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = given[:SIZE], check.kept[name], after[:SIZE]
-            row[3 * SIZE : 4 * SIZE], row[4 * SIZE : 5 * SIZE] = average, self._weight * after[:SIZE]
-            row[5 * SIZE :] = _square(average), given[SIZE], after[SIZE]
+            average = _sketch(_host(numbers), check.signs)[:-1] / check.scale * self._groups.num_ranks
+            given, after = _sketch(self._given(check, name), check.signs), _sketch(kept[name], check.signs)
+            row[: 4 * SIZE] = np.concatenate((given[:-1], check.kept[name], after[:-1], average))
+            row[4 * SIZE : -3] = self._weight * _sketch(kept[name], check.signs, OWN_SIZE)[:-1]
+            row[-3:] = _square(average), given[-1], after[-1]
         types = [check.given[name].dtype if name in check.given else torch.float32 for name in check.where]
         check.eps = np.array([torch.finfo(dtype).eps for dtype in types])
         check.given, check.buffers, check.averages = {}, {}, {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
         self._next, self._turn = record.iteration + self._apart, self._turn + 1
+        if check.in_use:
+            self._looked_at = self._looked_at[0], self._looked_at[1] + 1
         return False
 
     def _given(self, check: _Check, name: str) -> Array:
@@ -370,26 +381,31 @@ class Guard:
             alarms.append(Alarm(group, members, f"tensor group {group!r} ({name}): {reasons[name]}"))
         return alarms
 
-    # -- sketches ------------------------------------------------------------------------------------
 
-    def _sketch(self, values: Array) -> Array:
-        """float64[SIZE + 1], the sum of squares behind it."""
-        found = np.empty(SIZE + 1)
-        sketch(values, self._signs, found)
-        return found
+def _sketch(values: Array, signs: Array, size: int = SIZE) -> Array:
+    """float64[size + 1], the sum of squares behind it."""
+    found = np.empty(size + 1)
+    sketch(values, signs, found)
+    return found
 
 
-def _places(numels: Mapping[str, int], iteration: int) -> dict[str, Places]:
-    """All of a tensor, or runs of it: one anywhere in each of ``RUNS`` parts, the same on every rank.
+def _places(numels: Mapping[str, int], draws: np.random.Generator) -> dict[str, Places]:
+    """All of a tensor, or runs of it: one anywhere in each of equal parts, the same on every rank.
 
-    Rows of a gradient differ by orders of magnitude: a few in one place say little of the others.
+    Rows of a gradient differ by orders of magnitude: a few in one place say little of the others. What is owed counts
+    by elements, so the larger tensors are looked at more closely.
     """
-    anywhere = np.random.default_rng(iteration).random(RUNS)
+    each, total = MOST // (2 * max(len(numels), 1)), sum(numels.values())
     found = {}
     for name, numel in numels.items():
-        part = numel // RUNS
-        begins = np.arange(RUNS) * part + (anywhere * (part - RUN + 1)).astype(np.int64)
-        found[name] = np.arange(numel) if numel <= MOST else (begins[:, None] + np.arange(RUN)).ravel()
+        most = min(each + MOST // 2 * numel // total, MOST)
+        if numel <= most:
+            found[name] = np.arange(numel)
+            continue
+        runs = most // RUN
+        part = numel // runs
+        begins = np.arange(runs) * part + (draws.random(runs) * (part - RUN + 1)).astype(np.int64)
+        found[name] = (begins[:, None] + np.arange(RUN)).ravel()
     return found
 
 
@@ -456,7 +472,7 @@ def _owed(row: Array, choice: Choice) -> float:
     """
     if _sums_inside(choice):
         return float(_square(row[2 * SIZE : 3 * SIZE]) / max(_square(row[:SIZE]), 1e-300))
-    return float(_square(row[4 * SIZE : 5 * SIZE]) / max(row[-2], 1e-300))
+    return float(_square(row[4 * SIZE : -3]) / max(row[-2], 1e-300))
 
 
 def _why_out(figures: Sequence[float], compressor: CompressorSpec, storage: str) -> str:
