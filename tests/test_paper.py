@@ -5,9 +5,10 @@ import math
 
 import pytest
 
+from benchmarks.clan_slopes import Run, rows_of
 from benchmarks.paper.__main__ import PATH
 from benchmarks.paper.causes import AS_IS, Cause, Setting
-from benchmarks.paper.figures import AND, FIGURES, explained, fewer_bytes, near
+from benchmarks.paper.figures import FIGURES, fewer_bytes, small_models
 from benchmarks.paper.published import (
     BYTEPS_COMPRESS,
     BYTEPS_COMPRESS_RATE,
@@ -15,13 +16,19 @@ from benchmarks.paper.published import (
     ESPRESSO,
     FP32,
     HIPRESS,
+    HITOPKCOMM,
     NVLINK,
     PCIE,
     Case,
     speed_ups,
 )
+from benchmarks.paper.rows import AND, explained, missed, near
 from benchmarks.paper.systems import OURS, PROVEN, UPPER, byteps_compress_us, job_of, times
 from benchmarks.paper.tables import PAGE, fidelity_tables
+from benchmarks.search_evidence import sub_jobs
+from espresso.search.ablation import EVERYTHING, ablate
+from espresso.search.search import search
+from espresso.strategies import CompressorSpec
 
 VGG, LSTM = CASES[3], CASES[4]
 
@@ -93,8 +100,8 @@ def test_links_at_their_nominal_rate_bring_fp32_nearer_to_computing_alone():
 def test_no_system_is_above_the_upper_bound():
     for case in (LSTM, VGG):
         found = times(case, AS_IS)
-        assert all(found.of[UPPER] <= us for us in found.of.values())
-        assert found.of[OURS] <= min(us for system, us in found.of.items() if system not in (UPPER, PROVEN))
+        assert all(found.us(UPPER) <= us for us in found.of.values())
+        assert found.of[OURS] <= min(us for system, us in found.of.items() if system != PROVEN)
 
 
 def test_a_cause_is_named_only_where_it_closes_a_quarter_of_the_way():
@@ -113,6 +120,8 @@ def test_a_cause_is_named_only_where_it_closes_a_quarter_of_the_way():
     assert (row.cause, row.with_cause) == ("one encode thread + a step has a forward pass", 3.9)
     row = explained("f", "r", 4.0, lambda setting: moves[setting.causes], (Cause.ONE_THREAD, Cause.NOMINAL))
     assert (row.cause, row.with_cause) == ("one encode thread", 1.9), "the second brings it no nearer"
+    assert row.verdict == "moved by one encode thread, still outside"
+    assert missed(row.to_json())
     row = explained("f", "r", 1.8, lambda setting: moves[setting.causes], (Cause.NOMINAL, Cause.ONE_THREAD))
     assert (row.cause, row.with_cause) == ("one encode thread", 1.9)
     moves[frozenset({Cause.ONE_THREAD})] = 1.0
@@ -164,7 +173,156 @@ def test_a_named_cause_moves_its_row_toward_what_was_published(rows):
             assert not near(row["ratio"])
             assert AND in row["cause"] or row["switched"][row["cause"]] == row["with_cause"]
             before, after = math.log(row["ratio"]), math.log(row["with_cause"] / row["published"])
-            assert abs(after) <= 0.75 * abs(before)
+            assert abs(after) <= 0.75 * abs(before) or (
+                AND in row["cause"] and near(row["with_cause"] / row["published"])
+            )
+
+
+SCALING = ""
+ANY = (FP32, BYTEPS_COMPRESS, HITOPKCOMM, HIPRESS, ESPRESSO, SCALING)
+UP, DOWN, LITTLE = (0.995, math.inf), (0.0, 1.005), (0.97, 1.03)
+"""Ours switched over ours as it is; half a percent for searches that end elsewhere."""
+FEW_TENSORS = {"lstm"}
+
+CLAIMED = {
+    Cause.IN_FLIGHT: [
+        (FP32, SCALING, lambda model, cluster: UP),
+        (ANY, FP32, lambda model, cluster: (0.0, 1.03) if model in FEW_TENSORS else DOWN),
+    ],
+    Cause.FP32_IS_BYTEPS: [(FP32, SCALING, lambda model, cluster: DOWN), (ANY, FP32, lambda model, cluster: UP)],
+    Cause.ALGORITHMS: [(ESPRESSO, ANY, lambda model, cluster: DOWN)],
+    Cause.ONE_THREAD: [
+        (BYTEPS_COMPRESS, (SCALING, FP32), lambda model, cluster: UP),
+        (ESPRESSO, BYTEPS_COMPRESS, lambda model, cluster: (1.01, 1.03) if model == "resnet101" else DOWN),
+        (ESPRESSO, (FP32, HITOPKCOMM, HIPRESS), lambda model, cluster: UP),
+    ],
+    Cause.HOST_SPEED: [
+        (BYTEPS_COMPRESS, (SCALING, FP32), lambda model, cluster: {"bert_base": UP, "vgg16": DOWN}.get(model)),
+        (ESPRESSO, BYTEPS_COMPRESS, lambda model, cluster: {"bert_base": DOWN, "vgg16": UP}.get(model)),
+    ],
+    Cause.SCRIPT_THRESHOLD: [(ANY, ANY, lambda model, cluster: LITTLE)],
+    Cause.SCHEDULER_THRESHOLD: [(ESPRESSO, ANY, lambda model, cluster: DOWN)],
+    Cause.ARTIFACT_BASELINES: [
+        (HITOPKCOMM, (SCALING, FP32), lambda model, cluster: UP),
+        (ESPRESSO, HITOPKCOMM, lambda model, cluster: DOWN),
+        (ESPRESSO, HIPRESS, lambda model, cluster: DOWN if model == "gpt2" else UP),
+        (HIPRESS, FP32, lambda model, cluster: DOWN),  # (All are above 1 as they are: nearer to it.)
+    ],
+    Cause.ARTIFACT_LINKS: [
+        (FP32, SCALING, lambda model, cluster: (1.0, 1.03) if model == "resnet101" else DOWN),
+        (ANY, FP32, lambda model, cluster: UP if cluster == NVLINK else None),
+        (ESPRESSO, FP32, lambda model, cluster: UP),
+    ],
+    Cause.NOMINAL: [(ANY, SCALING, lambda model, cluster: UP), (ANY, FP32, lambda model, cluster: DOWN)],
+}
+"""Of each cause what it claims: which system, over which, and by what factor the ratio moves (None: not claimed)."""
+
+SYSTEMS = {"FP32": FP32, "compressed on the GPU": HITOPKCOMM, "compressed on the host": BYTEPS_COMPRESS}
+GAINS = {"GPU over FP32": (HITOPKCOMM, FP32), "host over FP32": (BYTEPS_COMPRESS, FP32)}
+
+
+def kind(row) -> tuple[str, str]:
+    """Which system a row is of, and over which ("": its scaling factor)."""
+    what = row["row"].split(", ", 1)[1]
+    if row["figure"] == "figure 16":
+        return ESPRESSO, FP32
+    if row["figure"] == "BytePS-Compress":
+        return BYTEPS_COMPRESS, FP32
+    if what in SYSTEMS:
+        return SYSTEMS[what], SCALING
+    return GAINS.get(what) or tuple(what.split(" over "))
+
+
+def cluster_of(row) -> str:
+    on_pcie = row["row"].startswith(("lstm", "vgg16", "resnet101")) and row["figure"] not in (
+        "figure 16",
+        "BytePS-Compress",
+    )
+    return PCIE if on_pcie else NVLINK
+
+
+@pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name.lower())
+def test_a_cause_moves_every_committed_row_as_it_claims(rows, cause):
+    found = 0
+    for row in rows:
+        if not row["switched"] or cause.value not in row["switched"]:
+            continue
+        before, after = row["ours"], row["switched"][cause.value]
+        system, over = kind(row)
+        if cause is Cause.FORWARD:
+            found += 1
+            assert min(1, before) - 0.005 <= after <= max(1, before) + 0.005, row["row"]
+            continue
+        for mine, others, claimed in CLAIMED[cause]:
+            bounds = claimed(row["row"].split(", ")[0], cluster_of(row))
+            if system in _some(mine) and over in _some(others) and bounds is not None:
+                found += 1
+                assert bounds[0] <= after / before <= bounds[1], (row["figure"], row["row"], after / before)
+    assert found >= 4
+
+
+def _some(systems) -> tuple[str, ...]:
+    return (systems,) if isinstance(systems, str) else systems
+
+
+def test_one_setting_for_all_is_stated_for_each_cluster(rows):
+    for cluster in (NVLINK, PCIE):
+        found = [row for row in rows if row["section"] == "one-setting" and row["row"].startswith(cluster)]
+        assert len(found) == 4
+        assert found[1]["ours"] <= found[2]["ours"] <= found[3]["ours"]
+
+
+def test_the_page_names_the_rows_that_stay_outside(rows):
+    page = " ".join(PAGE.read_text().split())
+    outside = [row for row in rows if missed(row)]
+    assert not [row for row in outside if row["section"] == "figures-12-13"]
+    for row in outside:
+        assert f"`{row['row']}`" in page, row["row"]
+
+
+def test_no_crippled_dimension_is_better_than_the_whole_space(rows):
+    found = {row["row"]: row["ours"] for row in rows if row["figure"] == "figure 15"}
+    for name, value in found.items():
+        compressor, cluster, _ = name.split(", ", 2)
+        assert value <= found[f"{compressor}, {cluster}, all four dimensions"] * (1 + 1e-9), name
+
+
+def test_a_search_of_the_whole_space_ends_below_those_of_its_parts():
+    # (On its own it ends .1 % above the search of all tensors compressed.)
+    job = next(sub_jobs(job_of("ugatit", NVLINK)))
+    rows = ablate(job, [CompressorSpec.parse("dgc:ratio=0.01")])
+    assert rows[0].name == EVERYTHING
+    assert rows[0].predicted_us <= min(row.predicted_us for row in rows)
+    assert rows[0].lower_bound_us <= rows[0].predicted_us
+
+
+def test_the_upper_bound_is_looked_for_at_every_partition_size():
+    assert times(LSTM).us(UPPER) < search(job_of(LSTM.model, LSTM.cluster), LSTM.spec).upper_bound_us
+
+
+def test_the_counterpart_of_figure_16_is_read_where_it_was_run(tmp_path):
+    assert list(small_models(tmp_path)) == []
+    arms = [
+        {"case": "mlp", "arm": "plain", "metric": 0.9, "seconds_to_target": 8.0},
+        {"case": "mlp", "arm": "ours", "metric": 0.91, "seconds_to_target": 4.0},
+        {"case": "mlp", "arm": "none", "metric": 0.8, "seconds_to_target": None},
+    ]
+    (tmp_path / "dossier.json").write_text(json.dumps({"rows": arms}))
+    found = {row.row: row.ours for row in small_models(tmp_path)}
+    assert found == pytest.approx(
+        {"mlp, ours, dossier, metric": 0.01, "mlp, ours, dossier, seconds to the target": 0.5,
+         "mlp, none, dossier, metric": -0.1}
+    )  # fmt: skip
+
+
+def test_a_line_of_clan_that_rises_does_not_pass_beside_one_of_lans_that_does():
+    def runs(compressor, *means):
+        return [Run("mlp", compressor, 0.05, steps, mean) for steps, mean in zip((50, 100, 200), means, strict=True)]
+
+    rising = rows_of([*runs("", 1.0, 1.1, 1.2), *runs("topk", 1.0, 1.1, 1.2)])
+    assert [row.passes for row in rising] == [False, False]
+    falling = rows_of([*runs("", 1.0, 0.9, 0.8), *runs("topk", 1.0, 0.9, 0.8), *runs("int8", 1.0, 1.0, 0.99)])
+    assert [row.passes for row in falling] == [True, True, False]
 
 
 def test_all_jobs_on_nvlink_are_within_a_tenth_of_the_upper_bound_and_most_on_pcie(rows):
@@ -176,7 +334,8 @@ def test_all_jobs_on_nvlink_are_within_a_tenth_of_the_upper_bound_and_most_on_pc
     }
     assert [len(values) for values in far.values()] == [18, 18]
     assert max(far[NVLINK]) <= 0.10
-    assert sum(value <= 0.10 for value in far[PCIE]) >= 12
+    assert sum(value <= 0.10 for value in far[PCIE]) == 14
+    assert "14 of 18" in PAGE.read_text()
 
 
 def test_the_page_shows_the_committed_rows(rows):

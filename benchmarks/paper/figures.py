@@ -3,49 +3,56 @@
 from __future__ import annotations
 
 import itertools
-import math
+import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.causes import AS_IS, Cause, Setting
+from benchmarks import results
+from benchmarks.paper.causes import Cause, Setting
+from benchmarks.paper.one_setting import one_setting
 from benchmarks.paper.published import (
     BYTEPS_COMPRESS,
     BYTEPS_COMPRESS_GAINS,
     BYTEPS_COMPRESS_RATE,
     CASES,
-    ESPRESSO,
     FIGURE_14_MOST,
-    FIGURE_16,
     FP32,
     HIPRESS,
     HITOPKCOMM,
     NVLINK,
     PCIE,
     RATIOS,
-    RESNET101_SCALING,
-    TABLE_1,
     TENSORS,
     Case,
-    speed_ups,
 )
-from benchmarks.paper.systems import OURS, PROVEN, UPPER, Times, at_gbits, byteps_us, job_of, times
+from benchmarks.paper.ratios import (
+    SETTLED,
+    Ratio,
+    figure_16_ratios,
+    figures_12_and_13_ratios,
+    naive_gains,
+    scaling_factors,
+)
+from benchmarks.paper.rows import Row, beside, explained
+from benchmarks.paper.systems import OURS, PROVEN, UPPER, at_gbits, byteps_us, job_of, published_to_upper, times
 from benchmarks.search_evidence import sub_jobs
 from espresso.model.job import Job
 from espresso.model.payload_sizes import payload_bytes
 from espresso.model.presets import published_costs
 from espresso.model.pricing import Pricer
-from espresso.search.ablation import ablate
+from espresso.search.ablation import EVERYTHING, ablate
 from espresso.search.algorithms import OFFLOAD_CAP, greedy, offload
 from espresso.search.baselines import byteps_compress
 from espresso.search.candidates import compressed_choices, raw_choices, units_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.search import PUBLISHED
+from espresso.search.search import search
 from espresso.strategies import DTYPES, PLAIN, CompressorSpec, Device, StepKind, TensorSpec
 
 NODES = (1, 2, 4, 8)
@@ -55,147 +62,17 @@ MOST_SUBSETS = 10
 """Tensors of which every subset is looked at."""
 RUNS = 3
 OFFLOAD_WIDTHS = (1, 2, 4)
-WITHIN = 0.25
-"""A ratio so near to the published one needs no cause."""
-CLOSES = 0.25
-"""A cause is named for a row if it closes so much of the distance (in logarithms)."""
-MOST_CAUSES = 3
-AND = " + "
 REPEATS = 5
 
 
-@dataclass(frozen=True)
-class Row:
-    """One figure of a paper beside ours.
-
-    Attributes:
-        row: which of the figure's entries.
-        published: None where the paper has a picture only, or nothing.
-        ratio: ours over published.
-        cause: what explains a ratio outside 25 %, several with ``AND`` between; "" where none is asked for.
-        with_cause: ours with that switched on.
-        switched: ours with each cause switched on alone, by its name.
-        note: what is compared, where that is not plain.
-        at_most: whether ``published`` is a bound, or a time that ours should be below.
-    """
-
-    figure: str
-    row: str
-    published: float | None
-    ours: float
-    ratio: float | None = None
-    cause: str = ""
-    with_cause: float | None = None
-    switched: dict[str, float] | None = None
-    note: str = ""
-    at_most: bool = False
-
-    @property
-    def verdict(self) -> str:
-        """In words: how it stands to what was published."""
-        if self.published is None or self.ratio is None:
-            return ""
-        if self.at_most:
-            return "at most that" if self.ratio <= 1 else "above"
-        if near(self.ratio):
-            return "within 25 %"
-        return f"explained: {self.cause}" if self.cause else "no cause found"
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the results file."""
-        return asdict(self) | {"verdict": self.verdict}
-
-
-def near(ratio: float) -> bool:
-    """Whether a ratio is within 25 % of one, either way."""
-    return abs(math.log(ratio)) <= math.log1p(WITHIN)
-
-
-def explained(
-    figure: str, row: str, published: float, ours: Callable[[Setting], float], causes: Sequence[Cause], note: str = ""
-) -> Row:
-    """A row with the cause that alone brings it nearest to what was published, if it closes a quarter of the way; while
-    the row is still outside, with those that do the same beside it. Where none does, two that bring it inside."""
-    as_is = ours(AS_IS)
-    switched = {cause: ours(Setting(frozenset({cause}))) for cause in causes}
-    named: list[Cause] = []
-    value, tried = as_is, switched
-    while not near(value / published) and tried:
-        best = min(tried, key=lambda cause: _distance(tried[cause], published))
-        if _distance(tried[best], published) > (1 - CLOSES) * _distance(value, published):
-            break
-        named.append(best)
-        value = tried[best]
-        others = [cause for cause in causes if cause not in named and len(named) < MOST_CAUSES]
-        tried = {} if near(value / published) else {o: ours(Setting(frozenset({*named, o}))) for o in others}
-    if not named and not near(value / published):
-        pairs = {pair: ours(Setting(frozenset(pair))) for pair in itertools.combinations(causes, 2)}
-        together = min(pairs, key=lambda pair: _distance(pairs[pair], published), default=())
-        if together and near(pairs[together] / published):
-            named, value = list(together), pairs[together]
-    return Row(
-        figure,
-        row,
-        published,
-        as_is,
-        as_is / published,
-        AND.join(cause.value for cause in named),
-        value if named else None,
-        {cause.value: value for cause, value in switched.items()},
-        note,
-    )
-
-
-def _distance(value: float, published: float) -> float:
-    return abs(math.log(value / published))
-
-
-def beside(
-    figure: str, row: str, published: float | None, ours: float, note: str = "", *, at_most: bool = False
-) -> Row:
-    """A row for which no cause is looked for."""
-    ratio = None if not published else ours / published
-    return Row(figure, row, published, ours, ratio, note=note, at_most=at_most)
-
-
-TOUCHES = {
-    FP32: (Cause.FP32_IS_BYTEPS,),
-    BYTEPS_COMPRESS: (Cause.ONE_THREAD, Cause.HOST_SPEED, Cause.SCRIPT_THRESHOLD),
-    HITOPKCOMM: (Cause.ARTIFACT_BASELINES,),
-    HIPRESS: (Cause.ARTIFACT_BASELINES,),
-    ESPRESSO: (Cause.ALGORITHMS, Cause.SCHEDULER_THRESHOLD, Cause.ONE_THREAD, Cause.HOST_SPEED),
-}
-"""The causes that a system's time can have; the forward pass and what concerns links touch all."""
-
-EVERYWHERE = (Cause.FORWARD, Cause.IN_FLIGHT, Cause.ARTIFACT_LINKS, Cause.NOMINAL)
-
-
-def causes_of(*systems: str) -> tuple[Cause, ...]:
-    """The causes that can move a ratio of these systems."""
-    return tuple(dict.fromkeys([*EVERYWHERE, *(cause for system in systems for cause in TOUCHES[system])]))
+def _explained(ratios: Sequence[Ratio]) -> Iterator[Row]:
+    for one in ratios:
+        yield explained(one.figure, one.row, one.published, one.ours, one.causes, one.note)
 
 
 def table_1() -> Iterator[Row]:
-    """Scaling factors; a single device's step has a forward pass, so that one is always counted here."""
-    settled = frozenset({Cause.FORWARD})
-    for row in TABLE_1:
-        for what, published, system in (
-            ("FP32", row.fp32, FP32), ("compressed on the GPU", row.gpu, HITOPKCOMM),
-            ("compressed on the host", row.cpu, BYTEPS_COMPRESS),
-        ):  # fmt: skip
-
-            def scaling(setting: Setting, case: Case = row.case, system: str = system) -> float:
-                return times(case, Setting(setting.causes | settled)).scaling(system)
-
-            causes = [cause for cause in causes_of(system) if cause is not Cause.FORWARD]
-            yield explained("table 1", f"{row.case.model}, {what}", published, scaling, causes, "scaling factor")
-    case = CASES[5]
-
-    def resnet(setting: Setting) -> float:
-        return times(case, Setting(setting.causes | settled)).scaling(FP32)
-
-    causes = [cause for cause in causes_of(FP32) if cause is not Cause.FORWARD]
-    yield explained("section 5.2.3", "resnet101, FP32", RESNET101_SCALING, resnet, causes, "scaling factor")
+    """Scaling factors, and what compressing everything gains by them."""
+    yield from _explained([*scaling_factors(), *naive_gains()])
 
 
 def tables_5_and_6() -> Iterator[Row]:
@@ -215,8 +92,8 @@ def tables_5_and_6() -> Iterator[Row]:
         yield beside(
             "table 6", case.model, tables["table6_offload_ms"][case.model], second, "ms, Algorithm 2", at_most=True
         )
-        whole = times(replace(case, cluster=NVLINK))
-        yield beside("table 5", f"{case.model}, ours", None, whole.search_ms, "ms, search and certificate, once")
+        ours = _median_ms(lambda j=job, s=spec: search(j, s))  # type: ignore[misc]
+        yield beside("table 5", f"{case.model}, ours", None, ours, "ms, search and certificate")
 
 
 def algorithm_2() -> Iterator[Row]:
@@ -281,20 +158,18 @@ def figure_11() -> Iterator[Row]:
 
 def figures_12_and_13() -> Iterator[Row]:
     """Speed-ups with 64 GPUs against the text's, then the series of both clusters."""
-    for entry in speed_ups():
-
-        def ours(setting: Setting, entry: Any = entry) -> float:
-            return times(entry.case, setting).over(entry.system, entry.over)
-
-        name = f"{entry.case.model}, {entry.system} over {entry.over}"
-        yield explained(f"figure {entry.case.figure}", name, entry.published, ours, causes_of(entry.system, entry.over))
+    yield from _explained(figures_12_and_13_ratios())
     for case in CASES:
         for cluster in (NVLINK, PCIE):
             for nodes in NODES:
-                found = times(replace(case, cluster=cluster), Setting(frozenset({Cause.FORWARD})), nodes)
+                found = times(replace(case, cluster=cluster), Setting(SETTLED), nodes)
                 for system in (FP32, BYTEPS_COMPRESS, HITOPKCOMM, HIPRESS, OURS, UPPER):
                     name = f"{case.model}, {cluster}, {8 * nodes} GPUs, {system}"
                     yield beside("figures 12, 13, series", name, None, found.scaling(system), "scaling factor")
+
+
+FIGURE_14_CAUSES = (Cause.IN_FLIGHT, Cause.ONE_THREAD, Cause.HOST_SPEED, Cause.ARTIFACT_LINKS, Cause.NOMINAL)
+"""Those that the published algorithms' time or the upper bound's can have."""
 
 
 def figure_14() -> Iterator[Row]:
@@ -302,32 +177,45 @@ def figure_14() -> Iterator[Row]:
 
     The certificate's bound is among them: no strategy is nearer.
 
-    Throughput is of whole steps, so a forward pass is in them; ours also without, of backward alone.
+    Throughput is of whole steps, so a forward pass is in them; ours also without, of backward alone. The published
+    algorithms cut nothing: their bound does not either. Three distances stand in the text, of Figures 12a to 12c.
     """
-    forward = Setting(frozenset({Cause.FORWARD}))
+    text = published_costs()["paper"]["gap_to_upper_bound"]
     for cluster in (NVLINK, PCIE):
         for case in CASES:
             for name in RATIOS:
                 row = f"{case.model}, {name}, {cluster}"
                 one = Case("14", case.model, name, cluster)
-                found, bare = times(one, forward), times(one)
-                others = (("published algorithms", found.baselines[PUBLISHED]), (PROVEN, found.of[PROVEN]))
-                for system, us in (*_systems(found), *others):
-                    far = 1 - found.of[UPPER] / us
+                found, bare = times(one, Setting(SETTLED)), times(one)
+                for system in (BYTEPS_COMPRESS, HITOPKCOMM, HIPRESS, OURS, PROVEN):
                     most = FIGURE_14_MOST if system == OURS and cluster == NVLINK else None
-                    yield beside(
-                        "figure 14", f"{row}, {system}", most, far, "distance to the upper bound", at_most=True
-                    )
-                far = 1 - bare.of[UPPER] / bare.of[OURS]
-                yield beside("figure 14", f"{row}, {OURS}, backward alone", None, far, "distance to the upper bound")
+                    yield _distance("figure 14", f"{row}, {system}", most, found.to_upper(system))
+                as_published = published_to_upper(one, Setting(SETTLED))
+                yield _distance("figure 14", f"{row}, published algorithms", None, as_published)
+                if cluster == NVLINK and f"{case.model}+{name}" in text:
+                    most = text[f"{case.model}+{name}"]
+                    yield _distance("figure 14, text", f"{row}, {OURS}", most, found.to_upper(OURS))
+                    yield _distance("figure 14, text", f"{row}, published algorithms", most, as_published)
+                yield _distance("figure 14", f"{row}, {OURS}, backward alone", None, bare.to_upper(OURS))
 
 
-def _systems(found: Times) -> list[tuple[str, float]]:
-    return [(system, found.of[system]) for system in (BYTEPS_COMPRESS, HITOPKCOMM, HIPRESS, OURS)]
+def _distance(figure: str, row: str, most: float | None, far: float) -> Row:
+    return beside(figure, row, most, far, "distance to the upper bound", at_most=True)
+
+
+def figure_14_causes() -> Iterator[Row]:
+    """How near the published algorithms are on NVLink, where the paper's are all within 10 %, under each cause."""
+    for causes in [(), *((cause,) for cause in FIGURE_14_CAUSES)]:
+        setting = Setting(SETTLED | set(causes))
+        far = [published_to_upper(Case("14", case.model, name, NVLINK), setting) for case in CASES for name in RATIOS]
+        name = f"published algorithms, {causes[0].value if causes else 'as they are'}"
+        within = sum(value <= FIGURE_14_MOST for value in far)
+        yield beside("figure 14, causes", f"{name}, within 10 %", None, float(within), f"of {len(far)} on {NVLINK}")
+        yield beside("figure 14, causes", f"{name}, farthest", None, max(far), "distance to the upper bound")
 
 
 MECHANISMS = {
-    "all four dimensions": "everything",
+    "all four dimensions": EVERYTHING,
     "1: all compressed": "all tensors compressed",
     "2: GPU only": "training device only",
     "2: host only": "offload only",
@@ -345,7 +233,7 @@ def figure_15() -> Iterator[Row]:
     panels = [(NVLINK, name) for name in RATIOS] + [(PCIE, "efsignsgd")]
     for cluster, name in panels:
         case = Case("15", "vgg16", name, cluster)
-        setting = Setting(frozenset({Cause.FORWARD}))
+        setting = Setting(SETTLED)
         found = times(case, setting)
         job = setting.apply(job_of(case.model, cluster), case.compressor)
         searched = {row.name: row.predicted_us for row in ablate(job, [CompressorSpec.parse(case.spec)])}
@@ -356,21 +244,33 @@ def figure_15() -> Iterator[Row]:
 
 
 def figure_16() -> Iterator[Row]:
-    """Speed-ups of the convergence runs (accuracy: the page on convergence)."""
-    for (model, name), published in FIGURE_16.items():
-        case = Case("16", model, name, NVLINK)
+    """Speed-ups of the convergence runs, and their counterpart that was run."""
+    yield from _explained(figure_16_ratios())
+    yield from small_models()
 
-        def ours(setting: Setting, case: Case = case) -> float:
-            return times(case, setting).over(ESPRESSO, FP32)
 
-        yield explained("figure 16", f"{model}, {name}", published, ours, causes_of(ESPRESSO, FP32), "over FP32")
+def small_models(folder: Path = results.RESULTS_DIR) -> Iterator[Row]:
+    """Of each arm of the convergence dossier the final metric and the seconds to the target, beside plain's."""
+    figure = "figure 16, small models"
+    for path in sorted(folder.glob("dossier*.json")):
+        rows = json.loads(path.read_text())["rows"]
+        plain = {row["case"]: row for row in rows if row["arm"] == "plain"}
+        for row in rows:
+            base = plain.get(row["case"])
+            if base is None or base is row:
+                continue
+            name = f"{row['case']}, {row['arm']}, {path.stem}"
+            yield beside(figure, f"{name}, metric", None, row["metric"] - base["metric"], "less plain's")
+            if row["seconds_to_target"] and base["seconds_to_target"]:
+                spent = row["seconds_to_target"] / base["seconds_to_target"]
+                yield beside(figure, f"{name}, seconds to the target", None, spent, "over plain's")
 
 
 def other_models() -> Iterator[Row]:
     """Models that the papers name and publish no trace of, by the rule of :mod:`benchmarks.search_models`, 64 GPUs."""
     for model in ("resnet50", "bert_large"):
         for cluster in (NVLINK, PCIE):
-            found = times(Case("other", model, "dgc", cluster), Setting(frozenset({Cause.FORWARD})))
+            found = times(Case("other", model, "dgc", cluster), Setting(SETTLED))
             for system in (FP32, BYTEPS_COMPRESS, HITOPKCOMM, HIPRESS, OURS, UPPER):
                 yield beside(
                     "other models", f"{model}, dgc, {cluster}, {system}", None, found.scaling(system), "scaling factor"
@@ -381,7 +281,7 @@ def sweep() -> Iterator[Row]:
     """Our gain over FP32 from 1 to 200 Gb/s between machines, where the paper has two points."""
     for case in CASES:
         for gbits in GBITS:
-            found = times(case, Setting(frozenset({Cause.FORWARD})), gbits=gbits)
+            found = times(case, Setting(SETTLED), gbits=gbits)
             yield beside("sweep", f"{case.model}, {gbits} Gb/s", None, found.over(OURS, FP32), "ours over FP32")
 
 
@@ -396,7 +296,7 @@ def byteps_paper() -> Iterator[Row]:
     for model, published in BYTEPS_COMPRESS_GAINS.items():
 
         def ours(setting: Setting, model: str = model) -> float:
-            settled = Setting(setting.causes | {Cause.FORWARD})
+            settled = Setting(setting.causes | SETTLED)
             job = settled.apply(job_of(model, at_gbits(NVLINK, 25.0)), compressors[model])
             job = _in_fp16(job) if model == "bert_base" else job
             evaluator = Evaluator(job, units_of(job), 0)
@@ -429,7 +329,9 @@ FIGURES: dict[str, Callable[[], Iterator[Row]]] = {
     "figure-10": figure_10,
     "figure-11": figure_11,
     "figures-12-13": figures_12_and_13,
+    "one-setting": one_setting,
     "figure-14": figure_14,
+    "figure-14-causes": figure_14_causes,
     "figure-15": figure_15,
     "figure-16": figure_16,
     "other-models": other_models,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, partial
 
 from benchmarks.paper.causes import (
     AS_IS,
@@ -22,17 +22,18 @@ from benchmarks.search_models import MODELS, model_job
 from espresso.model.job import Job
 from espresso.model.links import AlphaBeta
 from espresso.model.presets import ClusterPreset, job_from_trace, load_cluster
+from espresso.search.algorithms import upper_bound_us
 from espresso.search.baselines import (
     BYTEPS_PARTITION_BYTES,
     byteps_compress,
     byteps_raw_pipeline,
     inter_allgather,
 )
-from espresso.search.candidates import units_of
+from espresso.search.candidates import partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.result import SearchResult
+from espresso.search.local_search import NO_EFFORT
 from espresso.search.search import PUBLISHED, search
-from espresso.strategies import PLAIN, Choice, CompressorSpec, Device
+from espresso.strategies import PLAIN, Choice, CompressorSpec, Device, Strategy
 
 RANKS = 8
 """On each machine of both testbeds."""
@@ -48,21 +49,29 @@ class Times:
         of: by system.
         alone_us: of the job computing alone.
         baselines: every strategy that the search names, the published algorithms among them.
-        search_ms: wall time of the search.
+        upper: finds the upper bound, where that is asked for.
     """
 
     of: Mapping[str, float]
     alone_us: float
     baselines: Mapping[str, float]
-    search_ms: float
+    upper: Callable[[], float]
+
+    def us(self, system: str) -> float:
+        """Of a system, or the upper bound."""
+        return self.upper() if system == UPPER else self.of[system]
 
     def over(self, system: str, other: str) -> float:
         """Throughput of one system over the other's."""
-        return self.of[other] / self.of[system]
+        return self.us(other) / self.us(system)
+
+    def to_upper(self, system: str) -> float:
+        """How far a system's throughput is from the upper bound's, as a share of that."""
+        return 1 - self.us(UPPER) / self.us(system)
 
     def scaling(self, system: str) -> float:
         """The scaling factor: of the throughput that as many single devices have."""
-        return self.alone_us / self.of[system]
+        return self.alone_us / self.us(system)
 
 
 def job_of(model: str, cluster: str | ClusterPreset, nodes: int = 8) -> Job:
@@ -80,22 +89,16 @@ def at_gbits(cluster: str, gbits: float) -> ClusterPreset:
     return replace(preset, name=f"{cluster} at {gbits:g} Gb/s", inter=inter)
 
 
-@lru_cache(maxsize=512)
+@cache
 def times(case: Case, setting: Setting = AS_IS, nodes: int = 8, gbits: float | None = None) -> Times:
     """Every system on the model of a case, compressed as the case says.
 
     Args:
         gbits: the network between machines; None: the cluster's own.
     """
-    cluster = case.cluster if gbits is None else at_gbits(case.cluster, gbits)
-    return times_of(setting.apply(job_of(case.model, cluster, nodes), case.compressor), case.spec, setting)
-
-
-def times_of(job: Job, compressor: str, setting: Setting) -> Times:
-    """Every system on a job whose costs the setting has changed already."""
-    spec = CompressorSpec.parse(compressor)
-    result = search(job, spec)
-    base = result.baselines
+    key = case, setting.of_job, nodes, gbits
+    job, result = _searched(*key)
+    spec, base = CompressorSpec.parse(case.spec), result.baselines
     whole = Evaluator(job, units_of(job), 0)
     found = {
         FP32: result.uncompressed_us,
@@ -105,21 +108,67 @@ def times_of(job: Job, compressor: str, setting: Setting) -> Times:
         # The paper's system, by the better of its published algorithms and our search over its space.
         ESPRESSO: base[PUBLISHED] if Cause.ALGORITHMS in setting else result.predicted_us,
         OURS: result.predicted_us,
-        UPPER: result.upper_bound_us,
         PROVEN: result.lower_bound_us,
     }
     if Cause.FP32_IS_BYTEPS in setting:
         found[FP32] = byteps_us(job)
     if Cause.SCRIPT_THRESHOLD in setting:
-        found[BYTEPS_COMPRESS] = byteps_compress_us(job, compressor, setting)
+        found[BYTEPS_COMPRESS] = byteps_compress_us(job, case.spec, setting)
     if Cause.ARTIFACT_BASELINES in setting:
         found[HIPRESS] = _time(whole, _allgather_above(whole, spec, _hipress_elements(job)))
         least = HITOPKCOMM_ELEMENTS.get(job.model, OTHER_HITOPKCOMM_ELEMENTS)
         found[HITOPKCOMM] = _time(whole, _allgather_above(whole, spec, least))
     if Cause.SCHEDULER_THRESHOLD in setting:
-        found[ESPRESSO] = _raw_below_scheduler(job, result, found[ESPRESSO])
-    # (Not the result itself: it keeps prices of thousands of leaves.)
-    return Times(found, job.forward_us + job.backward_us, base, result.search_ms)
+        found[ESPRESSO] = _raw_below_scheduler(job, result.strategy, found[ESPRESSO])
+    return Times(found, job.forward_us + job.backward_us, base, partial(_upper_us, *key))
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """What is kept of a search: a result itself keeps prices of thousands of leaves."""
+
+    predicted_us: float
+    uncompressed_us: float
+    lower_bound_us: float
+    baselines: Mapping[str, float]
+    strategy: Strategy
+
+
+@cache
+def _searched(case: Case, setting: Setting, nodes: int, gbits: float | None) -> tuple[Job, _Searched]:
+    """A search under what a setting changes of the job."""
+    cluster = case.cluster if gbits is None else at_gbits(case.cluster, gbits)
+    job = setting.apply(job_of(case.model, cluster, nodes), case.compressor)
+    result = search(job, case.spec)
+    return job, _Searched(
+        result.predicted_us,
+        result.uncompressed_us,
+        result.lower_bound_us,
+        result.baselines,
+        result.strategy,
+    )
+
+
+@cache
+def _upper_us(case: Case, setting: Setting, nodes: int, gbits: float | None) -> float:
+    """The paper's upper bound, searched for at every partition size: the search does at that of its strategy alone."""
+    job, result = _searched(case, setting, nodes, gbits)
+    sizes = partition_sizes(units_of(job))
+    return min(result.predicted_us, *(_upper_at(job, case, result.strategy, size) for size in sizes))
+
+
+def _upper_at(job: Job, case: Case, strategy: Strategy, partition_bytes: int) -> float:
+    units = units_of(job)
+    start = [strategy.choices[unit.tensors[0]] for unit in units]
+    return upper_bound_us(job, (CompressorSpec.parse(case.spec),), units, partition_bytes=partition_bytes, start=start)
+
+
+@cache
+def published_to_upper(case: Case, setting: Setting) -> float:
+    """How far the algorithms as published are from the upper bound of their own space, which cuts nothing."""
+    job = setting.apply(job_of(case.model, case.cluster), case.compressor)
+    result = search(job, case.spec, effort=NO_EFFORT, partitions=(0,), certified=False)
+    return 1 - _upper_at(job, case, result.strategy, 0) / result.baselines[PUBLISHED]
 
 
 def byteps_compress_us(job: Job, compressor: str, setting: Setting) -> float:
@@ -150,9 +199,8 @@ def _hipress_elements(job: Job) -> int:
     return HIPRESS_RESNET_ELEMENTS if job.model.startswith("resnet") else HIPRESS_ELEMENTS
 
 
-def _raw_below_scheduler(job: Job, result: SearchResult, espresso_us: float) -> float:
+def _raw_below_scheduler(job: Job, strategy: Strategy, espresso_us: float) -> float:
     """The chosen strategy with small tensors raw (by a flat allreduce), where that is slower."""
-    strategy = result.strategy
     evaluator = Evaluator(job, units_of(job), strategy.partition_bytes)
     choices = [
         strategy.choices[unit.tensors[0]] if unit.numel >= SCHEDULER_ELEMENTS else PLAIN for unit in evaluator.units

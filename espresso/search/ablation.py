@@ -39,8 +39,9 @@ def _phases(choice: Choice) -> set[Phase]:
     return {step.phase for step in outer if step.phase is not None}
 
 
+EVERYTHING = "everything"
+
 RESTRICTIONS: tuple[tuple[str, Callable[[Choice], bool]], ...] = (
-    ("everything", lambda choice: True),
     ("all tensors compressed", lambda choice: choice.option.is_compressed),
     ("training device only", _one_device(Device.TRAINING)),
     ("offload only", _one_device(Device.OFFLOAD)),
@@ -55,20 +56,29 @@ RESTRICTIONS: tuple[tuple[str, Callable[[Choice], bool]], ...] = (
 
 
 def ablate(job: Job, specs: Sequence[CompressorSpec]) -> list[AblationRow]:
-    """Search each restricted space; spaces that are empty or equal to the whole on this job are left out."""
+    """Search each restricted space; spaces that are empty or equal to the whole on this job are left out.
+
+    The whole space is searched last and begins with what the others found, so that none of them is better.
+    """
     units = units_of(job)
     sizes = partition_sizes(units)
     whole = every_choice(job, specs)
     beside = job.forward_us + job.optimizer_us
+    evaluator = Evaluator(job, units, sizes[0], pricer=shared_pricer(job.costs, job.cluster))
+    winners: list[Start] = []
+
+    def searched(name: str, leaves: tuple[Choice, ...], tried: Sequence[int]) -> AblationRow:
+        index, makespan, _ = evaluator.batch(evaluator.uniforms(leaves), cut=True)
+        start = Start((leaves[index],) * len(units), sizes[0], makespan)
+        found = refine(job, evaluator, [start, *(winners if name == EVERYTHING else ())], leaves, tried)
+        choices = tuple(found.evaluator.decode(found.strategy))
+        winners.append(Start(choices, found.evaluator.partition_bytes, found.makespan_us))
+        return AblationRow(name, found.makespan_us + beside, found.bound_us + beside)
+
     rows: list[AblationRow] = []
     for name, keeps in (*RESTRICTIONS, ("no partitions", lambda choice: True)):
         leaves = tuple(choice for choice in whole if keeps(choice))
         tried = sizes[:1] if name == "no partitions" else sizes
-        if not leaves or (name != "everything" and len(leaves) == len(whole) and tried == sizes):
-            continue
-        evaluator = Evaluator(job, units, sizes[0], pricer=shared_pricer(job.costs, job.cluster))
-        index, makespan, _ = evaluator.batch(evaluator.uniforms(leaves), cut=True)
-        start = Start((leaves[index],) * len(units), sizes[0], makespan)
-        found = refine(job, evaluator, [start], leaves, tried)
-        rows.append(AblationRow(name, found.makespan_us + beside, found.bound_us + beside))
-    return rows
+        if leaves and (len(leaves) < len(whole) or tried != sizes):
+            rows.append(searched(name, leaves, tried))
+    return [searched(EVERYTHING, whole, sizes), *rows]
