@@ -121,7 +121,6 @@ class _Trainee:
             spec,
             timeout_s=timeout_s,
             feedback_gain=1.0,
-            for_exactness=0.0,
             decide_by=0,
             adapt=False,
             **given,

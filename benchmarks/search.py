@@ -30,7 +30,6 @@ from espresso.model.presets import cluster_names, job_from_trace, trace_names
 from espresso.search.error_budget import normal_sensitivity
 from espresso.search.result import SearchResult
 from espresso.search.search import GREEDY, PUBLISHED, search
-from espresso.search.settle import finer
 from espresso.search.terms import Terms
 from espresso.strategies import CompressorSpec, TensorSpec
 
@@ -154,7 +153,7 @@ def options() -> list[dict[str, Any]]:
 
 def families() -> list[dict[str, Any]]:
     """Five families at once within error budgets, of normal gradients: gaps and times."""
-    known = normal_sensitivity([spec for given in FAMILIES for spec in (given, *finer(given))])
+    known = normal_sensitivity(FAMILIES)
     rows = []
     for name, preset in track([(n, p) for n in trace_names() for p in cluster_names()], "families"):
         job = job_of(name, preset)

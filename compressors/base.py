@@ -48,8 +48,6 @@ class Traits:
         feedback_gain: the :class:`Feedback` gain that training goes best with where the optimizer has a momentum of .9,
             unless the user sets one. All of the residual at once makes coarse compressors swing; low-rank factors lose
             what comes back slowly.
-        finer: the parameter, if any, by which automatic mode may send a little more for a closer result:
-            ``least`` (numbers of a tensor) or ``block`` (elements that share a mean).
     """
 
     summable: bool = False
@@ -61,7 +59,6 @@ class Traits:
     sparse: bool = False
     rounds: int = 1
     feedback_gain: float = 1.0
-    finer: str = ""
 
     def gain_beside(self, momentum: float | None) -> float:
         """The feedback gain beside an optimizer of this momentum; None: as most have.

@@ -43,7 +43,7 @@ class Signs(BaseCompressor):
         block: elements that share their means, a multiple of 32 up to 65536; 0 for the whole segment.
     """
 
-    traits: ClassVar[Traits] = Traits(feedback_gain=DAMPED, finer="block")
+    traits: ClassVar[Traits] = Traits(feedback_gain=DAMPED)
     planes: ClassVar[int] = 1
     """Bits of an element."""
 

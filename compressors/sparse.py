@@ -161,7 +161,7 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED, finer="least")
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01
@@ -195,7 +195,7 @@ class Dgc(Sparsifier):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED, finer="least")
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 7
     scheduled: ClassVar[frozenset[str]] = frozenset({"ratio", "warmup_epochs"})
 

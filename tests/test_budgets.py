@@ -27,6 +27,7 @@ from espresso.search.bounds import certify
 from espresso.search.budgets import Budgets, Ledger, narrower, residual_bytes
 from espresso.search.candidates import every_choice, units_of
 from espresso.search.error_budget import (
+    RINGING,
     TOO_MUCH,
     Sample,
     Sensitivity,
@@ -41,7 +42,7 @@ from espresso.search.local_search import Effort
 from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import relax
 from espresso.search.search import BudgetError, _merged_too, lay_out, replan, search
-from espresso.search.settle import Settler, finer, is_rider, kinds_of
+from espresso.search.settle import Settler, is_rider, kinds_of
 from espresso.search.space import space_of
 from espresso.search.terms import AUTOMATIC, HARMLESS, MB, NEAR, Terms
 from espresso.strategies import (
@@ -656,7 +657,7 @@ def test_of_more_tensors_than_pairs_can_be_tried_of_the_giants_move_together():
     """What one owes less the other may owe more: single moves from a budget that is spent cannot do that."""
     job = job_from_trace("ugatit", 8, 8, "nvlink-100g")
     specs = tuple(map(CompressorSpec.parse, ("fp16", "efsignsgd", "onebit", "dgc:ratio=0.01", "randomk:ratio=0.05")))
-    known = normal_sensitivity([one for spec in specs for one in (spec, *finer(spec))])
+    known = normal_sensitivity(specs)
     whole = Effort().patient
     apart, together = (
         search(job, specs, terms=Terms(error_budget=2.0, all_kinds=True), sensitivity=known, effort=effort)
@@ -695,13 +696,6 @@ def test_a_budget_has_a_price_beside_compressors_of_which_nothing_is_known():
     assert with_fp16.lower_bound_us == pytest.approx(without.lower_bound_us, rel=0.01)
 
 
-def test_the_frontier_has_the_finer_settings_that_the_search_has():
-    job = job_from_trace("lstm", 4, 1, "pcie-25g")
-    points = frontier(job, [TOY], points=6)
-    taken = {choice.compressor for point in points for choice in point.result.strategy.choices.values()}
-    assert taken == {NONE, TOY, *finer(TOY)}
-
-
 def test_of_what_is_nearly_as_fast_the_fewest_kinds_are_taken():
     job = job_from_trace("bert_base", 8, 8, "pcie-25g")
     whole = search(job, "efsignsgd", terms=Terms(all_kinds=True))
@@ -730,7 +724,7 @@ def test_measured_errors_are_what_feedback_keeps():
     assert fp16 < 1e-3
     # What is the same in every step is only late.
     assert found.of(specs[1], "same") == pytest.approx(hundredths, rel=0.3)
-    assert [rings(specs[0], gain) for gain in (None, 0.125, 1.0)] == [1.0, 1.0, 4.5]
+    assert [rings(specs[0], gain) for gain in (None, 0.125, 1.0)] == [1.0, 1.0, RINGING]
     assert rings(FP16, 1.0) == 1.0, "what keeps nothing back does not ring"
     classical = measure_sensitivity(samples, specs[:1], gain=1.0)
     assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
@@ -820,7 +814,7 @@ def test_low_rank_forecasts_are_of_gradients_that_are_new_in_every_step(sampled,
         right = (g + kept).T @ left
         kept = g + kept - left @ right.T
         owed.append(np.linalg.norm(kept) / np.linalg.norm(g))
-    assert said == pytest.approx(4.5 * np.median(owed[150:]), rel=0.25), "it comes back at once, and counts more"
+    assert said == pytest.approx(RINGING * np.median(owed[150:]), rel=0.25), "it comes back at once, and counts more"
 
 
 def finer_gain(spec):
@@ -846,36 +840,14 @@ def test_samples_are_whole_rows_of_large_tensors():
     assert all(numel == 512 for _, numel in wide)
 
 
-def test_finer_settings_leave_alone_what_a_spec_says():
-    assert [str(s) for s in finer(CompressorSpec.parse("efsignsgd"))] == ["efsignsgd:block=64"]
-    assert [str(s) for s in finer(CompressorSpec.parse("topk"))] == ["topk:least=2048"]
-    assert finer(CompressorSpec.parse("efsignsgd:block=256")) == ()
-    assert finer(CompressorSpec.parse("topk:k=100")) == ()
-    assert finer(CompressorSpec.parse("int8")) == ()
-
-
-def test_a_budget_takes_finer_settings_where_they_owe_less():
+def test_a_budget_takes_other_settings_where_they_owe_less():
     job = make_job([60_000] * 3, [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01))
     coarse, fine = CompressorSpec.parse("efsignsgd"), CompressorSpec.parse("efsignsgd:block=64")
     losses = Sensitivity({coarse: {"*": 1.0}, fine: {"*": 0.5}})
-    found = search(job, TOY, terms=replace(AUTOMATIC, error_budget=0.6, for_exactness=0.0), sensitivity=losses)
+    found = search(job, [coarse, fine], terms=replace(AUTOMATIC, error_budget=0.6), sensitivity=losses)
     assert {choice.compressor for choice in found.strategy.choices.values()} == {fine}
     assert found.error == pytest.approx(0.5)
     assert Terms.of(found.strategy.notes).error_budget == 0.6
-
-
-def test_where_a_budget_says_what_may_be_owed_less_of_it_is_worth_no_time():
-    """Time for exactness is for one compressor that was named, of which any number of gradients may be owed."""
-    job = make_job([60_000] * 3, [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01))
-    terms, coarse = replace(AUTOMATIC, for_exactness=1.0), CompressorSpec.parse("efsignsgd")
-    losses = Sensitivity({spec: {"*": owed} for spec, owed in zip((coarse, *finer(coarse)), (1.0, 0.5), strict=True)})
-    fastest = search(job, TOY, terms=replace(terms, for_exactness=0.0), sensitivity=losses)
-    exacter, within = (
-        search(job, TOY, terms=replace(terms, error_budget=budget), sensitivity=losses) for budget in (None, 1.5)
-    )
-    assert exacter.error < within.error <= 1.5
-    assert within.predicted_us == pytest.approx(fastest.predicted_us)
-    assert exacter.predicted_us > within.predicted_us
 
 
 def test_files_and_their_faults(tmp_path):
@@ -981,8 +953,7 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     job = OnlineSearch._with_sensitivity(online, mixed_job(2))
     known = Sensitivity.from_json(job.meta[SENSITIVITY])
     assert known.of(signs, "t1") == 7.0
-    normal = normal_sensitivity(finer(signs), momentum=0.5).of(finer(signs)[0], "t0")
-    assert online._forecast[finer(signs)[0]]["*"] == normal
+    assert online._forecast[signs]["*"] == normal_sensitivity([signs], momentum=0.5).of(signs, "t0")
     assert search(job, [TOY], payload=two_sizes).strategy.momentum == 0.5
 
 

@@ -403,11 +403,11 @@ def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, 
 
 
 def terms_of(exact):
-    """Of a run with vectors of so many elements exact, and with time for exactness if any are."""
+    """Of a run with vectors of so many elements exact."""
     from espresso.search.terms import AUTOMATIC
 
     constraints = replace(AUTOMATIC.constraints, exact_vectors=exact)
-    return replace(AUTOMATIC, constraints=constraints, for_exactness=0.2 if exact else 0.0)
+    return replace(AUTOMATIC, constraints=constraints)
 
 
 def live_job(exact):
@@ -461,18 +461,6 @@ def long_network(in_flight, latency_us=25_000.0, nodes=2, scale=1):
 
 def exchanges(row):
     return [task.step for task in row.plan.tasks if task.step.is_communication]
-
-
-def test_what_is_tried_has_its_exact_tensors_travel_as_they_will():
-    """Apart they would wait for another round: finer signs would seem to take longer than there is time for."""
-    from espresso.search.terms import AUTOMATIC
-
-    job = long_network(4)
-    costs = compute(2.0, 1.0) + compute(2.0, 1.0, name="efsignsgd:block=64")
-    job = replace(job, costs=replace(job.costs, compute=costs))
-    found = search(job, "efsignsgd", bucket_caps=None, terms=replace(AUTOMATIC, for_exactness=0.1))
-    kinds = {name: str(choice.compressor) for name, choice in found.strategy.choices.items()}
-    assert kinds == {"a": "none", "b": "efsignsgd:block=64", "c": "none", "d": "efsignsgd:block=64"}
 
 
 def test_exact_tensors_ride_in_payloads_unless_apart_they_are_two_percent_sooner():
@@ -548,16 +536,26 @@ def test_automatic_terms_in_a_job_are_checked_and_older_ones_read(tmp_path):
 
     assert Terms.of({}) is None
     asked = Terms(
-        2.5, 100.0, 0.1, True, "bf16", False, 4096, Constraints(7, ("a.*",), ("*x*",), ("offload",), 1, {"b": "fp16"})
+        2.5, 100.0, True, True, "bf16", False, 4096, Constraints(7, ("a.*",), ("*x*",), ("offload",), 1, {"b": "fp16"})
     )
     assert Terms.of(json.loads(json.dumps(asked.to_meta()))) == asked
     before = {"exact_vectors": 7, "partition_bytes": 4096, "least_sent": 9, "exact_tensors": 11, "sign_block": 32}
     now = Terms.of({"automatic": before})
     assert now == replace(AUTOMATIC, partition_bytes=4096, constraints=Constraints(exact_vectors=7))
+    assert Terms.of({"automatic": {"for_exactness": 0.02, "all_kinds": False}}) == Terms(races=True, all_kinds=False)
     wrong = (before | {"exact_vectors": -1}, {"error_budget": "all"}, {"constraints": {"devices": ["moon"]}})
     for body in ([], {"exact_vector": 1}, *wrong):
         with pytest.raises(JobError, match=r"automatic|exact_vectors|devices"):
             Terms.of({"automatic": body})
+
+
+def test_a_strategy_that_compresses_nothing_says_what_was_asked():
+    from espresso.search.terms import AUTOMATIC, Terms
+
+    terms = replace(AUTOMATIC, error_budget=2.0, constraints=replace(AUTOMATIC.constraints, keep_exact=("t0",)))
+    found = search(make_job([4000] * 2, [0, 1], costs=compute(50.0, 50.0)), TOY, terms=terms)
+    assert not found.strategy.compresses
+    assert Terms.of(found.strategy.notes) == terms, "replanning keeps to it"
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -582,33 +580,12 @@ def test_exact_vectors_ride_in_a_payload_or_go_as_one_where_rounds_cost(latency,
     assert found.lower_bound_us <= found.predicted_us
 
 
-def test_time_for_exactness_goes_where_most_is_owed_for_it():
-    """Finer signs, then exact tensors: whatever saves most of what is owed for its time, and no more than is left."""
-    from espresso.search.terms import Terms
-
-    spec = "efsignsgd:raw_below=64"
-    job = make_job([120_000, 2000, 3000, 120_000], [0, 1, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=spec))
-    found = [search(job, spec, terms=Terms(for_exactness=part)) for part in (0.0, 0.02, 0.2, 0.9)]
-    base, saved = found[0].predicted_us, found[0].uncompressed_us - found[0].predicted_us
-    for part, result in zip((0.0, 0.02, 0.2, 0.9), found, strict=True):
-        # Plain takes thirty times as long: it is the step that bounds what exactness may take.
-        assert result.predicted_us <= (1 + part) * base + 1e-6 < base + max(part, 0.01) * saved
-        assert result.predicted_us == pytest.approx(simulate(result.plan, job).iteration_us)
-    owed = [result.error for result in found[1:]]
-    assert owed == sorted(owed, reverse=True)
-    assert owed[2] < owed[0]
-    kept = [str(found[3].strategy.choices[f"t{i}"].compressor) for i in range(4)]
-    assert [text == "none" for text in kept] == [False, True, True, False], "small ones first"
-
-
-def test_a_sum_is_compressed_again_only_where_there_is_no_time_to_do_without():
+def test_a_sum_is_not_compressed_again_where_that_is_forbidden():
     from espresso.search.terms import Terms
 
     job = make_job([200_000], [0], beta=30.0, costs=compute(0.01, 0.01), cluster=Cluster(4, 1))
     fastest = search(job, TOY)
     assert fastest.strategy.choices["t0"].option.num_compressions == 2
-    gentle = search(job, TOY, terms=Terms(for_exactness=1.0))
-    assert gentle.strategy.choices["t0"].option.num_compressions == 1
     forbidden = search(job, TOY, terms=Terms(constraints=Constraints(most_compressions=1)))
     assert forbidden.strategy.choices["t0"].option.num_compressions == 1
     assert forbidden.lower_bound_us <= forbidden.predicted_us

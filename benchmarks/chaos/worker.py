@@ -119,7 +119,6 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
         artifacts_dir=work.artifacts_dir,
         offload_threads=1,
         decide_by=30,
-        for_exactness=0.0,  # so that there is something to race on a slow network
     )
     states.append(state)
     tensors = tensor_specs(named_gradients(ddp))

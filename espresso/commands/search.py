@@ -100,8 +100,8 @@ def search(
     automatic: Annotated[
         bool | None,
         typer.Option(
-            help="As automatic mode: small vectors stay exact; a little time goes into owing less, without a budget."
-            " By default where the job was measured on a live run; with --from, where the old strategy was.",
+            help="As automatic mode: small vectors stay exact. By default where the job was measured on a live run;"
+            " with --from, where the old strategy was.",
             show_default=False,
         ),
     ] = None,
@@ -199,7 +199,7 @@ def _terms(
     terms, is_automatic = Terms(all_kinds=False), False
     if automatic is None and begun is not None:
         terms = Terms.of(begun.notes) or Terms()
-        is_automatic = terms.for_exactness > 0
+        is_automatic = terms.races
     elif automatic or (automatic is None and live is not None):
         terms, is_automatic = live or AUTOMATIC, True
     asked = {name: value for name, value in limits.items() if value is not None}
@@ -307,10 +307,9 @@ def _remarks(result: "SearchResult", is_automatic: bool) -> list[str]:
             f" {human_us(max(result.fewer_kinds_cost_us, 0.0))} (--all-kinds: without)"
         )
     if is_automatic:
-        spends = f", {100 * terms.for_exactness:.3g}% of the time saved, and of a step, may go into owing less"
         lines.append(
             f"as automatic mode: vectors of up to {terms.constraints.exact_vectors} elements stay exact"
-            f"{spends if terms.for_exactness and terms.error_budget is None else ''} (--no-automatic: without)"
+            " (--no-automatic: without)"
         )
     if result.offload_capped:
         lines.append("Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other")

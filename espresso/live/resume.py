@@ -19,7 +19,7 @@ from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Par
 from espresso.live.session import Session
 from espresso.live.shards import Taker
 from espresso.search.budgets import Budgets, Ledger
-from espresso.search.settle import finer, is_rider
+from espresso.search.settle import is_rider
 from espresso.strategies import NONE, CompressorSpec, Site, Strategy
 
 logger = logging.getLogger("espresso")
@@ -210,25 +210,22 @@ def _why_not(session: Session, strategy: Strategy, gone: Sequence[CompressorSpec
 
 
 def _differ_in_time(scheduled: CompressorSpec, spec: CompressorSpec) -> bool:
-    """Whether two specs are the same but for what a schedule moves, and what owes less."""
+    """Whether two specs are the same but for what a schedule moves."""
     compressor = create(scheduled)
     given, other = compressor.params(), create(spec).params()
     apart = {name for name in {*given, *other} if given.get(name) != other.get(name)}
-    return apart <= compressor.scheduled | {compressor.traits.finer, "residual_dtype"}
+    return apart <= compressor.scheduled | {"residual_dtype"}
 
 
 def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) -> CompressorSpec | None:
-    """Which of those that are given now was ``spec`` at the checkpoint's step, in a setting that owes less perhaps; or
-    one of its name whose schedule is another now. None: there is none.
+    """Which of those that are given now was ``spec`` at the checkpoint's step; or one of its name whose schedule is
+    another now. None: there is none.
     """
-    allowed = (*session.given.compressors, *session.config.terms.constraints.forced())
-    every = list(dict.fromkeys(one for known in allowed for one in (known, *finer(known))))
+    every = list(dict.fromkeys((*session.given.compressors, *session.config.terms.constraints.forced())))
     follower = session.follower.following(Schedule(every), checkpoint.step, checkpoint.epoch)
     was = [one for one, then in follower.in_force.items() if then.kept_as("") == spec.kept_as("")]
     was.sort(key=lambda one: one.residual_dtype != spec.residual_dtype)
     scheduled = [one for one in every if one.name == spec.name and create(one).is_scheduled]
     scheduled = [one for one in scheduled if _differ_in_time(one, spec)]
-    key = create(scheduled[0]).traits.finer if scheduled else ""
-    scheduled.sort(key=lambda one: (key in dict(one.params)) != (key in dict(spec.params)))
     one = next(iter((*was, *scheduled)), None)
     return one if one is None or one.residual_dtype else one.kept_as(spec.residual_dtype)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
+from espresso.compressors.base import MOMENTUM, Decoding, DrawKey, Encoding, Feedback, Segment
 from espresso.compressors.powersgd import matrix_of
 from espresso.model.arrays import Reals
 from espresso.model.links import JobError
@@ -44,9 +44,10 @@ ONE_STEP = 4
 """Steps of codecs without a residual: each is like the other."""
 LIKE_ONE = 8
 """Of a single gradient, so many with its magnitudes and any signs."""
-RINGING = 4.5
-"""What a residual that comes back in the next step (a feedback gain of 1) counts against one that takes many: so ends
-of training are in the order of what is owed over both (benchmarks.error_measures)."""
+RINGING = math.sqrt((1 + MOMENTUM) / (1 - MOMENTUM))
+"""What a residual that comes back in the next step (a feedback gain of 1) counts against one that takes many: as much
+more as the usual momentum makes of what it is given again and again than of what has any sign in the next step. From 3
+to 6 ends of training are in the order of what is owed over both (docs/convergence.md)."""
 TOO_MUCH = 1e6
 """Gradients owed by what cannot carry a tensor's: half precision ends at 65 504."""
 ROWS_A_RANK = 4

@@ -23,7 +23,7 @@ MOST_LOOKED_AT = 16
 
 
 def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]) -> SearchResult:
-    """The result as its terms ask for: as exact as there is time for, of few kinds, certified as it is then.
+    """The result as its terms ask for: of few kinds, certified as it is then.
 
     ``alternatives`` are then what may race, best first, none that is not below plain; ``chosen`` is the first of them.
 
@@ -35,7 +35,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     # What an older strategy has ride keeps a residual as well, which the search does not know.
     choices = (choice for row in (result.chosen, *result.alternatives) for choice in row.strategy.choices.values())
     fits = terms.residual_budget_mb is None or not any(map(is_rider, choices))
-    if terms.all_kinds and not terms.for_exactness and space.constraints is None and fits:
+    if terms.all_kinds and not terms.races and space.constraints is None and fits:
         result = replace(result, residual_bytes=settler.bytes_kept(result.strategy))
         if space.budgets is None:
             return result
@@ -49,10 +49,10 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     cap = result.strategy.bucket_cap_mb
     plain = replace(plain, strategy=replace(plain.strategy, bucket_cap_mb=cap))
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
-    if terms.for_exactness and (simple := settler.simplest(result)) is not None:
+    if terms.races and (simple := settler.simplest(result)) is not None:
         rows = [*rows[:MAX_CANDIDATES], simple]
     # In a race plain DDP stands for all that compress nothing.
-    may_be_raw = terms.constraints.force or not terms.for_exactness
+    may_be_raw = terms.constraints.force or not terms.races
     settled = [settler.settled(row) for row in rows if row.strategy.compresses or may_be_raw]
     settled.sort(key=lambda one: one.row.predicted_us)
     kept, seen = [], []
@@ -61,7 +61,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
             seen.append(one.row.strategy)
             kept.append(one)
     kept = [replace(one, row=_noted(space, one.row)) for one in kept]
-    chosen = kept[0].row if kept else plain
+    chosen = kept[0].row if kept else _noted(space, plain)
     kept_bytes = settler.bytes_kept(chosen.strategy)
     bound = min(result.lower_bound_us, _bound_of(job, space, chosen, sizes), chosen.predicted_us)
     return replace(

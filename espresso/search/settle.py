@@ -1,11 +1,10 @@
-"""From the fastest strategies to those that are run: as exact as there is time for, and of few kinds.
+"""From the fastest strategies to those that are run: of few kinds.
 
 ::
 
     fastest within the budgets ──> 1 exact tensors travel where they do soonest
-                                   2 what there is time for is spent on owing less
-                                   3 of what is nearly as fast the fewest kinds of choices, and exchanges
-                                   4 residuals in as many bits as there is memory for
+                                   2 of what is nearly as fast the fewest kinds of choices, and exchanges
+                                   3 residuals in as many bits as there is memory for
 
 All of it keeps to the budgets and constraints, and moves tensor by tensor: every step is priced on the timeline.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ from espresso.strategies import (
     RESIDUAL_DTYPES,
     Bucket,
     Choice,
-    CompressorSpec,
     Device,
     Mode,
     Strategy,
@@ -41,9 +39,6 @@ from espresso.strategies import (
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
-
-FINER: Mapping[str, int] = {"block": 64, "least": 2048}
-"""Settings that send a little more for a closer result, by the parameter that a compressor's traits name."""
 
 SIMPLE = "everything once"
 """A strategy of one simple option, which is worth trying where it is predicted below plain: on a core that workers or
@@ -55,15 +50,6 @@ MOST_TARGETS = 4
 
 _ONCE_FLAT = "comp > flat.allgather > dec"
 _SUMMED_FLAT = "comp > flat.allreduce > dec"
-_ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
-
-
-def finer(spec: CompressorSpec) -> tuple[CompressorSpec, ...]:
-    """The compressor with a setting by which it owes less, where its spec leaves that open."""
-    key = create_compressor(spec).traits.finer
-    if not key or any(said in (key, "k") for said, _ in spec.params):
-        return ()
-    return (CompressorSpec(spec.name, (*spec.params, (key, FINER[key]))),)
 
 
 def is_rider(choice: Choice) -> bool:
@@ -131,12 +117,7 @@ class Settler:
 
     def settled(self, row: Ranked) -> Settled:
         """The strategy as it may run."""
-        row = self.priced(row)
-        saved = max(self.plain_us - row.predicted_us, 0.0)
-        # Where a budget says what may be owed, less of it is worth no time.
-        spare = min(saved, row.predicted_us) if self._terms.error_budget is None else 0.0
-        row = self.priced(self._exacter(row, row.predicted_us + self._terms.for_exactness * spare))
-        before = row
+        before = row = self.priced(row)
         if not self._terms.all_kinds:
             # What is below plain stays so.
             limit_us = row.predicted_us * (NEAR if row.predicted_us * NEAR < self.plain_us else 1.0)
@@ -205,51 +186,7 @@ class Settler:
     def _may(self, name: str, choice: Choice) -> bool:
         return self._terms.constraints.allows(choice, self._asked[name])
 
-    # -- 2 exactness ---------------------------------------------------------------------------------
-
-    def _exacter(self, row: Ranked, limit_us: float) -> Ranked:
-        """What saves most of what is owed for its time first, as long as there is time."""
-        moves = []
-        for changes, gain in self._moves(row.strategy):
-            tried = self._tried(row, changes)
-            if tried.predicted_us <= limit_us:
-                moves.append((max(tried.predicted_us - row.predicted_us, 0.0) / gain, changes))
-        for _, changes in sorted(moves, key=lambda move: move[0]):
-            now = row.strategy.choices
-            better = {n: c for n, c in changes.items() if self._owes(n, c) < self._owes(n, now[n])}
-            if not better:
-                continue
-            tried = self._tried(row, better)
-            if tried.predicted_us <= limit_us and self._ledger.allows(tried.strategy.choices):
-                row = tried
-        return row
-
-    def _moves(self, strategy: Strategy) -> Iterator[tuple[dict[str, Choice], float]]:
-        """Choices with which tensors of one kind and about one size owe less, and by how much."""
-        alike: dict[tuple[Choice, int], list[str]] = {}
-        for name, choice in strategy.choices.items():
-            if choice.compressor != NONE:
-                alike.setdefault((choice, self._numel[name].bit_length()), []).append(name)
-        for (choice, _), names in alike.items():
-            for other in self._closer(choice, strategy):
-                changes = {n: other for n in names if self._may(n, other)}
-                gain = sum(self._owes(n, choice) - self._owes(n, other) for n in changes)
-                if gain > 0:
-                    yield changes, gain
-
-    def _closer(self, choice: Choice, strategy: Strategy) -> list[Choice]:
-        found = [Choice(choice.option, spec) for spec in finer(choice.compressor)]
-        found = [one for one in found if self._ledger.knows([one])]
-        if choice.option.num_compressions > 1 and choice.option.num_rounds == 1:
-            once = parse_option(_ONCE_HIERARCHICAL if strategy.cluster.is_hierarchical else _ONCE_FLAT)
-            devices = self._job.costs.devices(choice.compressor)
-            found += [Choice(once.on_device(d), one.compressor) for one in (choice, *found) for d in devices]
-        return [*found, PLAIN]
-
-    def _owes(self, name: str, choice: Choice) -> float:
-        return self._ledger.spent({name: choice})[0]
-
-    # -- 3 few kinds ---------------------------------------------------------------------------------
+    # -- 2 few kinds ---------------------------------------------------------------------------------
 
     def _fewer(self, row: Ranked, limit_us: float) -> Ranked:
         """Kinds are merged into others, the smallest first, while the step takes no longer and no more is owed."""
@@ -291,7 +228,7 @@ class Settler:
                 return riding
         return row
 
-    # -- 4 residuals ---------------------------------------------------------------------------------
+    # -- 3 residuals ---------------------------------------------------------------------------------
 
     def _wider(self, row: Ranked, limit_us: float) -> Ranked:
         """The residuals of a kind in more bits, where there is memory and a step is as fast: less is lost."""

@@ -10,7 +10,6 @@ from espresso.model.payload_sizes import PayloadBytes
 from espresso.search.budgets import Ledger, narrower
 from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
-from espresso.search.settle import finer
 from espresso.search.terms import Terms
 from espresso.strategies import NONE, Choice, CompressorSpec
 from espresso.strategies.constraints import FREE, Constraints
@@ -97,11 +96,10 @@ def space_of(
         JobError: an error budget for a compressor of which nothing is known; no option is what is forced.
     """
     forced = terms.constraints.forced()
-    offered = tuple(dict.fromkeys(specs + tuple(more for spec in specs for more in finer(spec))))
-    known = tuple(dict.fromkeys((*offered, *(spec for spec in forced if spec != NONE))))
+    known = tuple(dict.fromkeys((*specs, *(spec for spec in forced if spec != NONE))))
     names = [tensor.name for tensor in job.tensors]
     sensitivity = sensitivity_of(job, sensitivity)
-    asked = terms.error_budget is not None or terms.for_exactness > 0
+    asked = terms.error_budget is not None
     if sensitivity is None and asked:
         sensitivity = normal_sensitivity(known, momentum=job.meta.get(MOMENTUM))
     elif sensitivity is not None:
@@ -111,8 +109,7 @@ def space_of(
         storage=terms.residual_dtype, transactional=terms.transactional,
     )  # fmt: skip
     if terms.error_budget is not None:
-        # What owes less is worth its bytes only where that is bounded.
-        specs = tuple(spec for spec in offered if spec in known)
+        specs = tuple(spec for spec in specs if spec in known)
     if terms.residual_budget_mb is not None:
         specs += tuple(more for spec in specs for more in narrower(spec, job, terms.residual_dtype))
         forced += tuple(more for spec in forced for more in narrower(spec, job, terms.residual_dtype))

@@ -21,14 +21,10 @@ EXACT_VECTORS = 16384
 """Vectors of at most this many elements stay exact unless the user says otherwise: biases and the weights of norms are
 a thousandth of a model's bytes, and an error in one of them moves every unit of a layer alike."""
 
-FOR_EXACTNESS = 0.02
-"""Of the time that compression saves, and of a step, at most this part may buy exactness where no budget says how much
-of it is enough: less than half of the twentieth by which a step may be above the best. With a twentieth of the time
-saved, up to a tenth of a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
-
-NEAR = 1.0 + FOR_EXACTNESS
-"""Strategies this near each other are as fast, predicted or in a race. A finer line would tell noise apart: of 76 pairs
-predicted to be within a tenth (benchmarks/results/prediction_*) three in four are off by more than that."""
+NEAR = 1.02
+"""Strategies this near each other are as fast, predicted or in a race: less than half of the twentieth by which a step
+may be above the best. A finer line would tell noise apart: of 76 pairs predicted to be within a tenth
+(benchmarks/results/prediction_*) three in four are off by more than that."""
 
 MAX_CANDIDATES = 2
 """Of what a search finds, so many race against plain beside a simple one: more would take too many steps."""
@@ -50,8 +46,8 @@ class Terms:
     Attributes:
         error_budget: gradients that a strategy may owe (:mod:`espresso.search.budgets`); None: any number.
         residual_budget_mb: memory of all residuals of a rank, in millions of bytes; None: any.
-        for_exactness: the part of the time saved by compression, and of a step, that may go into owing less; of no
-            account with an error budget.
+        races: whether what is found races against plain DDP, which stands for all that compress nothing, and a simple
+            strategy beside it.
         all_kinds: whether strategies that are nearly as fast with fewer kinds of choices are left aside.
         residual_dtype, transactional: how residuals are kept (:class:`espresso.live.config.Config`); within
             ``residual_budget_mb`` those of some tensors perhaps in fewer bits.
@@ -61,7 +57,7 @@ class Terms:
 
     error_budget: float | None = None
     residual_budget_mb: float | None = None
-    for_exactness: float = 0.0
+    races: bool = False
     all_kinds: bool = True
     residual_dtype: str = "float32"
     transactional: bool = True
@@ -70,7 +66,6 @@ class Terms:
 
     def __post_init__(self) -> None:
         with faults(JobError):
-            number(self.for_exactness, "for_exactness")
             for name in ("error_budget", "residual_budget_mb"):
                 if getattr(self, name) is not None:
                     number(getattr(self, name), name)
@@ -106,13 +101,16 @@ class Terms:
         body = meta.get(_KEY)
         if body is None:
             return None
-        if isinstance(body, dict) and "exact_vectors" in body:  # of a version with rules
-            rest = {name: value for name, value in body.items() if name not in (*_GONE, "exact_vectors")}
-            constraints = {"exact_vectors": body["exact_vectors"]}
-            body = {"constraints": constraints, "for_exactness": FOR_EXACTNESS, "all_kinds": False, **rest}
+        if isinstance(body, dict):
+            body = {name: value for name, value in body.items() if name not in _GONE}
+            if "for_exactness" in body:
+                body["races"] = bool(body.pop("for_exactness"))
+            if "exact_vectors" in body:  # of a version with rules
+                constraints = {"exact_vectors": body.pop("exact_vectors")}
+                body = {"constraints": constraints, "races": True, "all_kinds": False, **body}
         with faults(JobError):
             return read_as(cls, body, f"meta.{_KEY}")
 
 
-AUTOMATIC = Terms(for_exactness=FOR_EXACTNESS, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
+AUTOMATIC = Terms(races=True, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
 """Automatic mode's, unless the user says otherwise."""

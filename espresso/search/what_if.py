@@ -146,7 +146,7 @@ def _raw_us(job: Job, specs: Sequence[CompressorSpec], terms: Terms, result: Sea
         return min(raw_us, result.predicted_us)
     if raw_us < PAYS * result.predicted_us:
         return raw_us
-    raw = replace(terms, for_exactness=0.0, constraints=replace(terms.constraints, most_compressions=0))
+    raw = replace(terms, races=False, constraints=replace(terms.constraints, most_compressions=0))
     with suppress(JobError):  # some tensors are forced to be compressed
         found = search(job, specs, partitions=terms.partitions, terms=raw, certified=False)
         raw_us = min(raw_us, found.predicted_us)
