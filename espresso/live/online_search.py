@@ -41,7 +41,7 @@ from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import MOMENTUM, SENSITIVITY, Job, JobError
 from espresso.model.timeline import first_come
 from espresso.search.error_budget import Sensitivity, measure_sensitivity, normal_sensitivity, owed_by
-from espresso.search.settle import finer, racers
+from espresso.search.settle import racers
 from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, MB, Terms
 from espresso.strategies import (
     NONE,
@@ -127,12 +127,16 @@ class OnlineSearch:
         before, self.compressors = self.compressors, tuple(given if now == NONE else now for given, now in found)
         return self.compressors != before
 
-    def revise(self, change: Change) -> Moved:
-        """Measure again what changed in the running job. Collective; the next call searches with it."""
+    def revise(self, change: Change, in_use: Strategy | None = None) -> Moved:
+        """Measure again what changed in the running job. Collective; the next call searches with it.
+
+        Args:
+            in_use: the strategy of the steps in which it changed.
+        """
         if self.job is None:
             return Moved(1.0, 0.0)
-        self._revised = self._revised or Remeasured(self.job, change)
-        self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
+        self._revised = self._revised or Remeasured(self.job, change, in_use)
+        self.job = self._revised.job(self.job, change, self._groups, self._runtime.place, in_use)
         return self._revised.moved
 
     def before_trying(self) -> None:
@@ -170,7 +174,8 @@ class OnlineSearch:
         if self.job is None or self._groups.rank:
             return 0.0, 0.0
         try:
-            laid = plan(strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
+            here = replace(strategy, cluster=self.job.cluster)  # a checkpoint's may have had other servers
+            laid = plan(here, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
             found = first_come(laid, self.job)
         except JobError:  # it came with a checkpoint, and has compressors that were not measured here
             return 0.0, 0.0
@@ -282,14 +287,19 @@ class OnlineSearch:
         copies = runtime.copy_cost(self._groups)
         if contention.cores is not None:
             contention = replace(contention, handling_us=measure_handling(self._groups, self._codecs))
-        return CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
+        return CostModel(
+            links, compute + on_servers, copies, contention,
+            servers=servers, offload_width=width, residual_dtype=self._terms.residual_dtype,
+        )  # fmt: skip
 
     def _wanted(self) -> tuple[CompressorSpec, ...]:
         """Those to measure: in force, or forced, or what packs residuals; of several none that would send every tensor
         raw."""
         forced = tuple(spec for spec in self._terms.constraints.forced() if spec != NONE)
         wanted = self.compressors + forced
-        narrow = {spec.residual_dtype for spec in wanted} if self._terms.residual_budget_mb is None else RESIDUAL_DTYPES
+        terms = self._terms
+        kept = {spec.residual_dtype or terms.residual_dtype for spec in wanted if create(spec).traits.error_feedback}
+        narrow = kept if terms.residual_budget_mb is None else RESIDUAL_DTYPES
         packs = tuple(CompressorSpec(dtype) for dtype in RESIDUAL_DTYPES[1:] if dtype in narrow)
         return tuple(spec for spec in dict.fromkeys(wanted + packs) if self._suits(spec))
 
@@ -325,7 +335,7 @@ class OnlineSearch:
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
         wanted, momentum = self._wanted(), self.momentum()
-        fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
+        fresh = [spec for spec in wanted if spec not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
             found: dict[CompressorSpec, Mapping[str, float]] = {}

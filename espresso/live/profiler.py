@@ -170,7 +170,7 @@ def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[in
 def cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float]:
     """See :class:`espresso.model.costs.Contention`; what holds for a scope is measured with a gather of payloads.
 
-    Collective. Each by the last point of its curve.
+    Collective. Each by the last point of its curve, over how long that holds the link: a step counts them for as long.
     """
     computing, taken = Computing(groups), {}
     for curve in curves:
@@ -178,16 +178,16 @@ def cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float]
             continue
         columns = groups.cluster.columns(curve.scope)
         ring = groups.cluster.crosses_both(curve.scope)
-        num_bytes, us = curve.alone[-1]
+        num_bytes, held_us = curve.points[-1]
         start = starter(groups.scopes[curve.scope], curve.routine, curve.form, int(num_bytes) // columns, ring, HOST)
-        count = max(min(int(BESIDE_US / max(us, 1.0)), MAX_BESIDE), 1)
+        count = max(min(int(BESIDE_US / max(held_us + curve.latency_us, 1.0)), MAX_BESIDE), 1)
 
         def exchange(start: Callable[[], Rest] = start, count: int = count) -> None:
             for _ in range(count):
                 start()()
 
         key = curve.scope.value if curve.form is Form.PAYLOAD else f"{curve.scope.value}.{curve.routine.value}"
-        taken[key] = computing.taken_us(exchange) / (count * max(us, 1.0))
+        taken[key] = computing.taken_us(exchange) / (count * max(held_us, 1.0))
     return taken
 
 

@@ -16,7 +16,7 @@ from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
 from espresso.model.links import LinkCurve, Links, interpolate, num_rounds, on_busiest_link
-from espresso.strategies import Cluster, Form, Routine, Scope
+from espresso.strategies import Cluster, Form, Routine, Scope, Strategy
 
 BURST_BYTES = 1 << 19
 """Of the whole array: gathered first, so that a token bucket is empty, and timed right behind that."""
@@ -59,11 +59,13 @@ class Remeasured:
         moved: what measuring again found last.
 
     Links and compute follow from the job as it was measured first, by what probes and live steps took then and take
-    now: one change after another would pile up their noise.
+    now: one change after another would pile up their noise. Under another strategy backward takes another time beside
+    its encoders, so that what computing took then is reckoned from what it took under that one before the change.
     """
 
-    def __init__(self, job: Job, change: Change) -> None:
+    def __init__(self, job: Job, change: Change, in_use: Strategy | None = None) -> None:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
+        self._in_use = in_use
         self._codec = self._scale = self._batch = 1.0
         self.moved = Moved(1.0, 0.0)
         links = job.costs.links
@@ -74,10 +76,17 @@ class Remeasured:
         """So many times what it took when the job was measured computing takes now."""
         return change.compute_us[1] / self._first_compute_us
 
-    def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
-        """The job with the costs of what changed measured again. Collective: all ranks call it together."""
+    def job(self, job: Job, change: Change, groups: Groups, place: Place, in_use: Strategy | None = None) -> Job:
+        """The job with the costs of what changed measured again. Collective: all ranks call it together.
+
+        Args:
+            in_use: the strategy of the steps that were watched.
+        """
         were, given = (self._scale, self._codec, self._batch), job
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
+        if in_use != self._in_use and (compute is not None or change.came_home):
+            before_us, now_us = change.compute_us
+            self._in_use, self._first_compute_us = in_use, (before_us or now_us) / self._scale
         scale = self.scale(change)
         if compute is not None or change.came_home:
             self._scale = scale
@@ -128,8 +137,8 @@ def taken_now(taken: Mapping[str, float], was: Links, links: Links) -> dict[str,
         then, now = was.measured(*kind), links.measured(*kind)
         lasts = 1.0
         if then is not None and now is not None:
-            size, us = then.alone[-1]
-            lasts = max(interpolate(now.alone, size), 1.0) / max(us, 1.0)
+            size, us = then.points[-1]
+            lasts = max(interpolate(now.points, size), 1.0) / max(us, 1.0)
         found[key] = min(share / lasts, max(share, 1.0))
     return found
 

@@ -28,8 +28,19 @@ from espresso.model.links import (
     check_points,
     interpolate,
 )
+from espresso.model.payload_sizes import create_compressor
 from espresso.model.servers import Load, shared_out
-from espresso.strategies import RANK_DEVICES, Cluster, CompressorSpec, Device, Routine, Scope, Sharing, Step
+from espresso.strategies import (
+    RANK_DEVICES,
+    RESIDUAL_DTYPES,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Routine,
+    Scope,
+    Sharing,
+    Step,
+)
 from espresso.strategies.fields import member, number, whole
 
 
@@ -188,6 +199,7 @@ class CostModel:
         offload_ranks_per_pool: ranks of a node that share one offload pool (1: every rank has its own).
         servers: parameter servers; None where there are none.
         offload_width: offloaded steps that run at once on the pool, each as long as one alone.
+        residual_dtype: how residuals are kept, where a compressor does not say.
     """
 
     links: Links
@@ -197,8 +209,12 @@ class CostModel:
     offload_ranks_per_pool: int = 1
     servers: ServerCosts | None = None
     offload_width: int = 1
+    residual_dtype: str = RESIDUAL_DTYPES[0]
 
     def __post_init__(self) -> None:
+        if self.residual_dtype not in RESIDUAL_DTYPES:
+            known = ", ".join(RESIDUAL_DTYPES)
+            raise JobError(f"costs.residual_dtype must be one of {known}, got {self.residual_dtype!r:.80}")
         whole(self.offload_width, "offload_width", least=1, most=MOST_IN_FLIGHT)
         whole(self.offload_ranks_per_pool, "offload_ranks_per_pool", least=1)
         if len(self._by_key) != len(self.compute):
@@ -261,11 +277,16 @@ class CostModel:
                 cost = self._by_key.get((key, place, op))
                 if cost is not None:
                     packs = op is Op.ENCODE and device is not Device.SERVER  # servers keep theirs in full
-                    return self._with_packing(cost, spec.residual_dtype) if packs else cost
+                    return self._with_packing(cost, self._kept_as(spec)) if packs else cost
         known = sorted({c.spec for c in self.compute if c.device is device}) or ["none at all"]
         raise JobError(
             f"no {op.value} cost for compressor '{spec}' on the {device.value} device; the job has {', '.join(known)}"
         )
+
+    def _kept_as(self, spec: CompressorSpec) -> str:
+        """How the compressor's residual is kept; one without a residual has nothing to pack."""
+        says = spec.residual_dtype or self.residual_dtype
+        return says if says == RESIDUAL_DTYPES[0] or create_compressor(spec).traits.error_feedback else ""
 
     def _with_packing(self, cost: ComputeCost, dtype: str) -> ComputeCost:
         """An encode whose residual is unpacked before it and packed after it, by the casts' own codecs.

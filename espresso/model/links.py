@@ -135,6 +135,8 @@ class LinkCurve:
     def __post_init__(self) -> None:
         where = f"link curve {self.scope.value}.{self.routine.value}"
         check_points(self.points, where)
+        if self.points[-1][0] == 0:
+            raise JobError(f"{where}: its only point is at 0 bytes, which does not say what a byte takes")
         number(self.latency_us, f"{where}: latency_us")
         number(self.spread_us, f"{where}: spread_us")
 

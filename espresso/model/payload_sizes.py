@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from espresso.model.links import JobError
-from espresso.strategies import NONE, Choice, CompressorSpec, Strategy, TensorSpec
+from espresso.strategies import DTYPES, NONE, Choice, CompressorSpec, Strategy, TensorSpec
 from espresso.strategies.flow import SHARD_ALIGN
 
 if TYPE_CHECKING:
@@ -108,6 +108,11 @@ def payload_bytes(spec: CompressorSpec, elements: int, dtype: str = "float32", s
         two = _layout_bytes(spec, (_LARGE // 2, _LARGE // 2), wide)
         size += (segments - 1) * max(two - _layout_bytes(spec, (_LARGE,), wide), 0)
     return size
+
+
+def width_of(dtype: str, *, is_wide: bool) -> int:
+    """Bytes of a number while steps run: where an option compresses (``is_wide``) 16 bits are widened to 32."""
+    return max(DTYPES[dtype], 4) if is_wide else DTYPES[dtype]
 
 
 def first_shard(elements: int, parts: int) -> int:

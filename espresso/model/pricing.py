@@ -20,10 +20,10 @@ from espresso.model.payload_sizes import (
     payload_bytes,
     round_bytes,
     share_of_stretches,
+    width_of,
 )
 from espresso.model.step_shapes import Hold, Shape, catalogue
 from espresso.strategies import (
-    DTYPES,
     NONE,
     RANK_DEVICES,
     Choice,
@@ -184,7 +184,7 @@ class Pricer:
         else:
             num_bytes = max(self._bytes(shape.before, size), self._bytes(shape.after, size))
         if step.form is Form.HALF:
-            num_bytes *= 2 / max(DTYPES[size[2]], 2)
+            num_bytes *= 2 / width_of(size[2], is_wide=shape.before.is_wide)
         return num_bytes * (shape.sharers if step.scope is Scope.INTER else 1)
 
     def _density(self, shape: Shape, size: SizeKey) -> float:
@@ -194,7 +194,7 @@ class Pricer:
             return 1.0
         held = _after_path(elements, shape.before.path)
         payload = self.payload(spec, held, dtype, share_of_stretches(segments, held, elements))
-        return max(held * DTYPES[dtype] / max(payload, 1.0), 1.0)
+        return max(held * width_of(dtype, is_wide=True) / max(payload, 1.0), 1.0)
 
     def _on_servers(self, time: float, shape: Shape, density: float) -> tuple[float, float]:
         """(time, cores) of a server's work: all regions of a partition come at once, one from each rank of a node."""
@@ -206,7 +206,7 @@ class Pricer:
         spec, elements, dtype, segments = size
         held = _after_path(elements, hold.path)
         if hold.form is Form.RAW:
-            return held * DTYPES[dtype]
+            return held * width_of(dtype, is_wide=hold.is_wide)
         if hold.form is Form.SUMMABLE and create_compressor(spec).traits.rounds > 1:
             return round_bytes(spec, elements, dtype, segments, hold.round) / hold.value_parts
         if hold.form is Form.SUMMABLE:
@@ -241,7 +241,7 @@ def price_plan(plan: Plan, pricer: Pricer) -> list[Work]:
         if group.choice.option.num_rounds > 1:
             segments = tuple(run.shape for run in group.runs)
         riding = [run.numel for run in group.segments(part.start, part.stop) if run.exact]
-        own = max(part.numel - sum(riding), 1)
+        own = max(part.numel - sum(riding), 1) if riding else part.numel
         chain = pricer.chain(group.choice, own, group.dtype, segments)
         works += pricer.carrying(chain, sum(riding), group.dtype, len(riding)) if riding else chain
     assert len(works) == len(plan.tasks)

@@ -37,7 +37,8 @@ LANE_SETS: tuple[tuple[Lane, ...], ...] = (
 class Hold:
     """What a rank holds of a partition, apart from the partition's size (see :class:`State`).
 
-    ``path`` lists the parts of every cut that led to the region; the first, largest shard is meant.
+    ``path`` lists the parts of every cut that led to the region; the first, largest shard is meant. ``is_wide``: its
+    numbers have at least 32 bits, as those of options that compress do.
     """
 
     path: tuple[int, ...]
@@ -46,6 +47,7 @@ class Hold:
     multiplicity: int
     form: Form
     round: int = 0
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class _Place:
     Attributes:
         outer: what it held before the first steps that wait for their second, in their order.
         active: ranks of a node that take part now.
-        hierarchical: whether the option is.
+        hierarchical, compressed: whether the option is.
         size: of the partition that is meant.
     """
 
@@ -80,6 +82,7 @@ class _Place:
     outer: tuple[tuple[Scope, State], ...]
     active: int
     hierarchical: bool
+    compressed: bool
     size: int
 
 
@@ -96,7 +99,7 @@ class Catalogue:
         self._places: list[_Place] = []
         self._place_numbers: dict[_Place, int] = {}
         self._moves: dict[tuple[int, Step, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
-        self._holds: dict[tuple[State, bool], Hold] = {}
+        self._holds: dict[tuple[State, bool, bool], Hold] = {}
         self._padded: dict[tuple[int, int, int], tuple[tuple[Option, ...], Wholes]] = {}
         # Matrices are kept with what occurs in them, so that their identities stay their own.
         self._used: dict[int, tuple[Wholes, list[int]]] = {}
@@ -142,7 +145,8 @@ class Catalogue:
         # Large enough that every cut is exact, so that a region's share of it tells how it was cut.
         size = SHARD_ALIGN * self.cluster.num_ranks**2
         ranks = self.cluster.ranks_per_node
-        place = self._place(_Place(State(True, (0, size)), (), ranks, option.is_hierarchical, size))
+        begin = _Place(State(True, (0, size)), (), ranks, option.is_hierarchical, option.is_compressed, size)
+        place = self._place(begin)
         shapes: tuple[int, ...] = ()
         for position, step in enumerate(steps):
             compresses = step.kind is StepKind.COMPRESS
@@ -165,8 +169,7 @@ class Catalogue:
         place, cluster = self._places[number], self.cluster
         outer = dict(place.outer)
         after_step = advance(step, splits, place.state, outer, cluster).after
-        before = self._hold(place.state, place.size, place.hierarchical)
-        after = self._hold(after_step, place.size, place.hierarchical)
+        before, after = self._hold(place.state, place), self._hold(after_step, place)
         active = place.active
         own = LANE_SETS.index(lanes_of(step, cluster))
         shapes = [
@@ -181,23 +184,24 @@ class Catalogue:
         following = replace(place, state=after_step, outer=tuple(outer.items()), active=active)
         return tuple(map(self._number, shapes)), self._place(following)
 
-    def _hold(self, state: State, size: int, hierarchical: bool) -> Hold:
-        key = (state, hierarchical)
+    def _hold(self, state: State, place: _Place) -> Hold:
+        key = (state, place.hierarchical, place.compressed)
         found = self._holds.get(key)
         if found is None:
             cluster = self.cluster
-            parts = size // state.elements
+            parts = place.size // state.elements
             if parts == 1:
                 path: tuple[int, ...] = ()
-            elif hierarchical and parts == cluster.num_ranks:
+            elif place.hierarchical and parts == cluster.num_ranks:
                 path = (cluster.ranks_per_node, cluster.num_nodes)
             else:
                 path = (parts,)
             value_parts = 1
             for count, _ in state.value_cuts:
                 value_parts *= count
-            found = Hold(path, state.atom_splits, value_parts, state.multiplicity, state.form, state.round)
-            self._holds[key] = found
+            found = self._holds[key] = Hold(
+                path, state.atom_splits, value_parts, state.multiplicity, state.form, state.round, place.compressed
+            )
         return found
 
 

@@ -32,7 +32,8 @@ def with_sharper_chains(
 ) -> Relaxation:
     """The program in which the giants' rows are those that a strategy below ``above`` can have, their chains sharper.
 
-    Unchanged where more than the papers' contention is played, under budgets, or where many leaves are possible.
+    Unchanged where more than the papers' contention is played, under budgets, where many leaves are possible, or where
+    what is cut may have company.
     """
     if not pricer.costs.in_turn(pricer.cluster) or relaxation.has_budget:
         return relaxation
@@ -40,6 +41,8 @@ def with_sharper_chains(
     blocks, origin = [relaxation.rows], list(relaxation.origin)
     for giant in relaxation.giants:
         unit, release = units[giant], relaxation.release_us[giant]
+        if unit.parts_within(partition_bytes):
+            continue
         mine = leaves_of(leaves, unit)
         rows = leaf_rows(pricer, unit.size, mine, partition_bytes)
         least = release + np.maximum(rows[:, CHAIN], rows[:, 1:NUM_RESOURCES].max(axis=1))

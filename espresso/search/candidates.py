@@ -40,7 +40,12 @@ Size = tuple[int, str, Stretches]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors of one bucket that share a choice; ``kind`` says what constraints ask of all of them."""
+    """Tensors of one bucket that share a choice.
+
+    Attributes:
+        kind: what constraints ask of all of them.
+        within: elements of its bucket, of which others may travel with it.
+    """
 
     bucket: int
     tensors: tuple[str, ...]
@@ -48,6 +53,7 @@ class Unit:
     dtype: str
     shapes: Shapes | None = None
     kind: str = FREE
+    within: int = 0
 
     @property
     def size(self) -> Size:
@@ -57,6 +63,11 @@ class Unit:
     @property
     def num_bytes(self) -> int:
         return self.numel * DTYPES[self.dtype]
+
+    def parts_within(self, partition_bytes: int) -> int:
+        """Into how many partitions a plan may cut it with all of its bucket; 0 where it is alone or nothing is cut."""
+        limit = partition_bytes // DTYPES[self.dtype]
+        return -(-self.within // limit) if 0 < limit < self.within and self.numel < self.within else 0
 
 
 Leaves = tuple[Choice, ...] | Mapping[str, tuple[Choice, ...]]
@@ -68,11 +79,11 @@ def leaves_of(leaves: Leaves, unit: Unit) -> tuple[Choice, ...]:
     return leaves if isinstance(leaves, tuple) else leaves[unit.kind]
 
 
-def grouped(units: Iterable[Unit]) -> dict[tuple[Size, str], list[int]]:
-    """Places of units by their size and kind: those of a group have the same candidates."""
-    groups: dict[tuple[Size, str], list[int]] = {}
+def grouped(units: Iterable[Unit]) -> dict[tuple[Size, tuple[str, int]], list[int]]:
+    """Places of units by their size, and by kind and bucket: those of a group have the same candidates."""
+    groups: dict[tuple[Size, tuple[str, int]], list[int]] = {}
     for number, unit in enumerate(units):
-        groups.setdefault((unit.size, unit.kind), []).append(number)
+        groups.setdefault((unit.size, (unit.kind, unit.within)), []).append(number)
     return groups
 
 
@@ -113,7 +124,8 @@ def unit_of(job: Job, bucket: Bucket, names: Sequence[str], kind: str = FREE) ->
     if job.costs.has_rounds:
         of = {tensor.name: tensor.shape for tensor in job.tensors}
         shapes = tuple(of[name] for name in names)
-    return Unit(bucket.index, tuple(names), sum(numels[name] for name in names), bucket.dtype, shapes, kind)
+    numel = sum(numels[name] for name in names)
+    return Unit(bucket.index, tuple(names), numel, bucket.dtype, shapes, kind, bucket.numel)
 
 
 @lru_cache(maxsize=256)

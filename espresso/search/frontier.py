@@ -10,7 +10,6 @@ from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.result import SearchResult
 from espresso.search.search import BudgetError, search
-from espresso.search.settle import finer
 from espresso.search.space import sensitivity_of
 from espresso.search.terms import MB, Terms
 from espresso.strategies import NONE, CompressorSpec
@@ -57,9 +56,7 @@ def frontier(
     """
     given = replace(terms or Terms(), error_budget=None, residual_budget_mb=None)
     forced = (spec for spec in given.constraints.forced() if spec != NONE)
-    known = sensitivity_of(job, sensitivity) or normal_sensitivity(
-        (*specs, *(more for spec in specs for more in finer(spec)), *forced), momentum=job.meta.get(MOMENTUM)
-    )
+    known = sensitivity_of(job, sensitivity) or normal_sensitivity((*specs, *forced), momentum=job.meta.get(MOMENTUM))
 
     def find(terms: Terms) -> SearchResult:
         return search(job, specs, sensitivity=known, partitions=given.partitions, terms=terms, payload=payload)
@@ -70,15 +67,15 @@ def frontier(
     most = most if free.error is None else free.error
     found = [] if free.error is None else [_point(free)]
     refused: BudgetError | None = None
-    for part in range(points - 2, -1, -1):
-        error = most * part / (points - 1)
-        for memory in range(memory_points, 0, -1):
-            limit = None if memory == memory_points else free.residual_bytes / MB * memory / memory_points
-            at = replace(given, error_budget=error, residual_budget_mb=limit)
-            try:
-                found.append(_point(find(at)))
-            except BudgetError as why:
-                refused = why
+    errors = [most, *(most * part / (points - 1) for part in range(points - 2, -1, -1))]
+    budgets = [(error, memory) for error in errors for memory in range(memory_points, 0, -1)]
+    for error, memory in budgets[1:]:  # the first is what the fastest spends
+        limit = None if memory == memory_points else free.residual_bytes / MB * memory / memory_points
+        at = replace(given, error_budget=error, residual_budget_mb=limit)
+        try:
+            found.append(_point(find(at)))
+        except BudgetError as why:
+            refused = why
     if refused is not None and not found:
         raise refused
     return _undominated(found)

@@ -173,12 +173,17 @@ def _by_orders(
     makespan: float,
     effort: int,
 ) -> float:
-    """The least bound of all sizes, raised where a few giants are all there is: one gap after the other is tried."""
+    """The least bound of all sizes, raised where a few giants are all there is: one gap after the other is tried.
+
+    Not that of a size that cuts them together with more of their buckets.
+    """
     best = min([makespan, *bounds.values()])
     any_relaxation, _ = next(iter(roots.values()))  # all of the same giants
-    if not say_more(any_relaxation, evaluator.units, evaluator.pricer):
+    units = evaluator.units
+    if not say_more(any_relaxation, units, evaluator.pricer):
         return best
     orders: dict[int, Orders] = {}
+    company = {size for size in bounds for giant in any_relaxation.giants if units[giant].parts_within(size)}
     for gap in GAPS:
         above = makespan / (1 + gap)
         found = above
@@ -186,9 +191,9 @@ def _by_orders(
             if bounds[size] >= found:
                 break
             raised = -np.inf
-            if effort > 0:
+            if effort > 0 and size not in company:
                 if size not in orders:
-                    orders[size] = Orders(*roots[size], evaluator.units, leaves, size, evaluator.pricer)
+                    orders[size] = Orders(*roots[size], units, leaves, size, evaluator.pricer)
                 raised, spent = orders[size].bound(found, effort)
                 effort -= spent
             found = min(found, max(bounds[size], raised))

@@ -14,12 +14,13 @@ from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.payload_sizes import share_of_stretches
 from espresso.model.pricing import Pricer, SizeKey
-from espresso.model.timeline_kernels import NUM_LANES, limits_of
-from espresso.search.bound_kernels import COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
+from espresso.model.timeline_kernels import BURST_LANE, NUM_LANES, limits_of
+from espresso.search.bound_kernels import CHAIN, COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
 from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import Leaves, Size, Unit, grouped, leaves_of
 from espresso.search.order_kernels import Tasks
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
+from espresso.strategies.flow import SHARD_ALIGN
 from espresso.strategies.plan import partition_spans
 
 MOST_GIANTS = 6
@@ -86,13 +87,15 @@ def undominated_leaves(
     partition_bytes: int,
     *,
     spends: Reals | None = None,
+    parts_within: int = 0,
 ) -> Undominated:
     """The rows of a size's leaves, dominated ones dropped.
 
     Safe for the bound: it prices a candidate with weights that are never negative, so one that is no less in
     every cost never is a minimum alone. (It says nothing about list schedules: there a dominated candidate
     can, rarely, finish earlier.) Under a budget ``spends`` float64[leaves, any] are further costs, to be compared
-    between leaves of one compressor; those of different compressors are kept apart.
+    between leaves of one compressor; those of different compressors are kept apart. ``parts_within`` as
+    :meth:`espresso.search.candidates.Unit.parts_within` says.
 
     Returns:
         float64[kept, WIDTH] and for every row its index into ``leaves``.
@@ -103,6 +106,8 @@ def undominated_leaves(
     spans = partition_spans(numel, partition_bytes // DTYPES[dtype])
     for run in _runs(pricer, leaves):
         rows = _rows_of(pricer, size, run, spans)
+        if parts_within and run.options[0].num_rounds == 1:
+            rows = _cut_finer(pricer, size, run, rows, parts_within)
         kept = undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
         blocks.append(rows[kept])
         origin += [run.start + index for index in kept.tolist()]
@@ -166,6 +171,27 @@ def _rows_of(pricer: Pricer, size: Size, run: _Run, spans: Sequence[tuple[int, i
     return rows
 
 
+def _cut_finer(pricer: Pricer, size: Size, run: _Run, rows: Reals, parts: int) -> Reals:
+    """The least that rows can be where more of the bucket travels along, in any number of partitions up to ``parts``.
+
+    Those are no smaller than as many of the unit alone, and the last, which has what rounding leaves, no smaller than
+    ``least``. What passes a lane is no less than with few partitions or with many.
+    """
+    numel = size[0]
+    each = min(-(-numel // (parts * SHARD_ALIGN)) * SHARD_ALIGN, numel)
+    least = min(max(numel // parts - SHARD_ALIGN * (parts - 1), 1), numel)
+    full, tail = (_leaf_features(pricer, run, elements, size) for elements in (each, least))
+    credit = pricer.costs.links.burst(pricer.cluster).credit_us
+    finer = np.zeros_like(rows)
+    join_partitions(full, tail, parts, credit, finer)
+    rows = np.minimum(rows, finer)
+    loads, both = rows[:, :NUM_RESOURCES], np.minimum(full, tail)
+    through = both[:, COSTS : COSTS + NUM_RESOURCES] + loads + both[:, COSTS + NUM_RESOURCES :]
+    through[:, BURST_LANE] -= credit
+    rows[:, CHAIN] = np.maximum(full[:, CHAIN], np.where(loads > 0.0, through, 0.0).max(axis=1))
+    return rows
+
+
 def _cuts(size: Size, run: _Run, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     # Compressors of several rounds are not cut.
     return spans if run.options[0].num_rounds == 1 else [(0, size[0])]
@@ -224,18 +250,16 @@ def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Real
 
 
 def _remembered(
-    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_bytes: int, ledger: Ledger | None
+    pricer: Pricer, unit: Unit, leaves: tuple[Choice, ...], partition_bytes: int, ledger: Ledger | None
 ) -> Undominated:
+    size, parts = unit.size, unit.parts_within(partition_bytes)
+
     # The leaves are kept with the answer, so that their identity stays their own. Any ledger orders them alike.
-    rows, names, _ = pricer.remember(
-        ("undominated", size, id(leaves), partition_bytes, ledger is None),
-        lambda: (
-            *undominated_leaves(
-                pricer, size, leaves, partition_bytes, spends=None if ledger is None else ledger.shares_of(leaves)
-            ),
-            leaves,
-        ),
-    )
+    def found() -> tuple[Reals, list[int], tuple[Choice, ...]]:
+        spends = None if ledger is None else ledger.shares_of(leaves)
+        return *undominated_leaves(pricer, size, leaves, partition_bytes, spends=spends, parts_within=parts), leaves
+
+    rows, names, _ = pricer.remember(("undominated", size, parts, id(leaves), partition_bytes, ledger is None), found)
     return rows, names
 
 
@@ -253,7 +277,7 @@ def relax(
     for members in groups.values():
         unit = units[members[0]]
         mine = leaves_of(leaves, unit)
-        rows, names = _remembered(pricer, unit.size, mine, partition_bytes, ledger)
+        rows, names = _remembered(pricer, unit, mine, partition_bytes, ledger)
         # All leaves are numbered: what moves to any of them spends is looked up by its kind.
         kinds = np.zeros(len(rows), dtype=np.int64) if ledger is None else ledger.of_leaves(mine)[names]
         found.append((rows, kinds, [mine[leaf] for leaf in names]))
@@ -264,8 +288,9 @@ def relax(
             _affordable(*one, spends[:, members], limits) for one, members in zip(found, groups.values(), strict=True)
         ]
     ends = np.cumsum([len(rows) for rows, _, _ in found])
-    where = dict(zip(groups, zip(ends - [len(rows) for rows, _, _ in found], ends, strict=True), strict=True))
-    spans = np.array([where[unit.size, unit.kind] for unit in units], dtype=np.int64)
+    spans = np.empty((len(units), 2), dtype=np.int64)
+    for members, (rows, _, _), end in zip(groups.values(), found, ends, strict=True):
+        spans[members] = end - len(rows), end
     ready = np.array(job.ready_us)
     contention = job.costs.contention
     return Relaxation(

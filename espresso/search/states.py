@@ -60,7 +60,8 @@ def with_states(
     blocks, origin = [relaxation.rows], list(relaxation.origin)
     for (size, _), members in grouped(units[:at]).items():
         numel, dtype, _ = size
-        if len(members) * numel < least or 0 < partition_bytes < numel * DTYPES[dtype]:
+        is_cut = 0 < partition_bytes < numel * DTYPES[dtype] or units[members[0]].parts_within(partition_bytes)
+        if len(members) * numel < least or is_cut:
             continue
         mine = leaves_of(leaves, units[members[0]])
         rows, leaf = _remembered(pricer, size, mine, lapse_us)

@@ -8,9 +8,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from espresso.model.payload_sizes import create_compressor, payload_bytes, round_bytes
+from espresso.model.payload_sizes import create_compressor, payload_bytes, round_bytes, width_of
 from espresso.strategies import (
-    DTYPES,
     Choice,
     Cluster,
     CompressorSpec,
@@ -158,7 +157,7 @@ def _steps(choice: Choice, tensors: Sequence[TensorSpec], cluster: Cluster) -> t
     for flow in trace(choice.option, cluster, whole):
         residual = 0
         if flow.step.is_communication:
-            sent = sum(round(share * _sent(flow, whole, tensor, choice.compressor)) for tensor in tensors)
+            sent = sum(round(share * _sent(flow, whole, tensor, choice)) for tensor in tensors)
         else:
             sent = 0
         if flow.site is not None and feedback:
@@ -181,12 +180,13 @@ def _next_share(flow: StepFlow, share: Fraction, outer: dict[Scope | None, Fract
     return share
 
 
-def _sent(flow: StepFlow, whole: int, tensor: TensorSpec, spec: CompressorSpec) -> Fraction:
+def _sent(flow: StepFlow, whole: int, tensor: TensorSpec, choice: Choice) -> Fraction:
     """Bytes that one rank taking part sends, on average over the routine's group."""
     routine, others = flow.step.routine, flow.peers - 1
-    held = _held_bytes(flow, whole, tensor, spec)
+    width = width_of(tensor.dtype, is_wide=choice.option.is_compressed)
+    held = _held_bytes(flow, whole, tensor, choice.compressor, width)
     if flow.step.form is Form.HALF:
-        held = held * 2 / DTYPES[tensor.dtype]
+        held = held * 2 / width
     if routine is Routine.ALLREDUCE:
         return 2 * held * Fraction(others, flow.peers)
     if routine is Routine.ALLGATHER:
@@ -200,12 +200,12 @@ def _sent(flow: StepFlow, whole: int, tensor: TensorSpec, spec: CompressorSpec) 
     return held * (others if routine is Routine.BROADCAST else Fraction(others, flow.peers))
 
 
-def _held_bytes(flow: StepFlow, whole: int, tensor: TensorSpec, spec: CompressorSpec) -> Fraction:
-    """What a rank holds before a step, in bytes."""
+def _held_bytes(flow: StepFlow, whole: int, tensor: TensorSpec, spec: CompressorSpec, width: int) -> Fraction:
+    """What a rank holds before a step, in bytes, if a number has ``width``."""
     state = flow.before
     part = Fraction(state.elements, whole)
     if state.form is Form.RAW:
-        return part * tensor.num_bytes
+        return part * tensor.numel * width
     if state.form is Form.SUMMABLE:
         start, stop = shard_values(whole, state.value_cuts)
         held = payload_bytes(spec, tensor.numel, tensor.dtype) if create_compressor(spec).traits.rounds == 1 else (
