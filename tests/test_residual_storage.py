@@ -124,6 +124,44 @@ def test_what_nothing_is_added_to_stays_as_it_is(storage: str, dtype: type) -> N
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_factors_near_one_are_not_lost_in_the_rounding(storage: str, dtype: type) -> None:
+    """As a learning rate's schedule has them: a thousandth is less than half of what bf16 numbers are apart."""
+    store = ResidualStore(storage=storage)
+    residual = store.new_residual(Site.LOCAL, RUNS, dtype, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    residual.old = numbers(residual.old.size, dtype)
+    before = residual.old
+    for _ in range(700):
+        store.rescale({"a": 1 / 1.001})
+    assert np.linalg.norm(residual.old[:1000]) == pytest.approx(1.001**-700 * np.linalg.norm(before[:1000]), rel=0.01)
+    assert np.array_equal(residual.old[1000:][-301:], before[1000:][-301:])
+
+
+def test_a_factor_is_rounded_alike_on_replicas_and_anew_each_time() -> None:
+    def kept(key: DrawKey, times: int) -> np.ndarray:
+        store = ResidualStore(storage="bf16")
+        residual = store.new_residual(Site.INTRA_SECOND, (Run("a", 0, 0, 0, 4000),), np.float32, 0)
+        store.adopt([residual], {"a": 4000})
+        residual.feedback(np.array(residual.starts)).new[:] = 1.0
+        residual.settle(key)
+        store.commit()
+        heir = store.new_residual(Site.INTRA_SECOND, (Run("a", 0, 0, 0, 4000),), np.float32, 0)
+        store.adopt([heir], {"a": 4000})  # a plan that keeps the same there
+        for _ in range(times):
+            store.rescale({"a": 1.0 + 2.0**-8})  # half way to the next
+        return heir.old
+
+    once, twice = (kept(DrawKey(seed=5, step=3), times) for times in (1, 2))
+    assert np.array_equal(once, kept(DrawKey(seed=5, step=3), 1))
+    assert 1500 < (once == kept(DrawKey(seed=5, step=3, rank=0), 1)).sum() < 2500
+    assert 1500 < (once > 1).sum() < 2500
+    # Of those that went up, half go up again.
+    assert 0.4 < (twice > 1 + 2.0**-7)[once > 1].mean() < 0.6
+    assert 0.4 < (twice > 1)[once == 1].mean() < 0.6
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
 def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     store = ResidualStore(storage=storage)
     residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)

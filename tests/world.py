@@ -149,7 +149,7 @@ class World:
         before, self.in_force = self.in_force, in_force
         return bool(in_force != before)
 
-    def revise(self, change: Change) -> Moved:
+    def revise(self, change: Change, in_use: object = None) -> Moved:
         self.changes.append(change)
         self.plain_us = self.when_measured_us or self.plain_us
         before_us, self.known_us = self.known_us or self.plain_us, self.plain_us

@@ -23,6 +23,7 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -99,6 +100,7 @@ class Residual:
         self.memory, self.gain, self.storage = memory, gain, storage
         self.size = starts[-1] + runs[-1].numel if runs else 0
         self.written = False
+        self._key = DrawKey(site=list(Site).index(site))
         self._transactional = transactional
         self._packer = None if storage == FULL else _Packer(memory, runs, starts, self.size, dtype, storage)
         self._loan: Callable[[], Loan | None] = lambda: None
@@ -122,7 +124,7 @@ class Residual:
 
     def inherit(self, other: Residual) -> None:
         """Keep what another one of the same place keeps, in its buffers; it has none then."""
-        self._old, self._new, self._loan = other._old, other._new, other._loan
+        self._old, self._new, self._loan, self._key = other._old, other._new, other._loan, other._key
         other.end()
 
     def end(self) -> None:
@@ -171,7 +173,7 @@ class Residual:
         elif not self._transactional and self._new is not None:
             self.memory.let_go(self._old)
             self._old, self._new = self._new, None
-        self.written = True
+        self.written, self._key = True, key
 
     def commit(self) -> None:
         """The iteration counts: what was written becomes what is kept, if it is not already."""
@@ -219,7 +221,9 @@ class Residual:
         return [whole.index_select(0, torch.from_numpy(places).to(whole.device, non_blocking=True)) for places in where]
 
     def add(self, parts: Iterable[tuple[int, Array]]) -> None:
-        """Add host numbers to what is kept from each place on; one more rounding where it is packed."""
+        """Add host numbers to what is kept from each place on; where it is packed it is rounded once more, to the
+        nearest: plans change seldom, and what moves fits already as a rule.
+        """
         self._take_back()
         kept = self.old
         for start, values in parts:
@@ -227,13 +231,17 @@ class Residual:
         self.old = kept
 
     def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply what is kept of the named tensors; the same."""
+        """Multiply what is kept of the named tensors; where it is packed it is rounded once more, without bias: a
+        factor may be near 1, and there is one in every step where a learning rate moves.
+        """
         self._take_back()
         kept = self.old
         for run, start in zip(self.runs, self.starts, strict=True):
             if run.tensor in factors:
                 kept[start : start + run.numel] *= factors[run.tensor]
-        self.old = kept
+        # Drawn anew, and alike on replicas: as for the last iteration, but as if at another site.
+        self._key = replace(self._key, site=self._key.site + len(Site))
+        self._old = kept if self._packer is None else self._packer.packed(kept, self._key)
 
     def clear(self) -> None:
         """Keep nothing."""
@@ -280,9 +288,11 @@ class _Packer:
         self._is_open = self._holds = False
         self._held: Array | None = None
 
-    def packed(self, values: Array) -> Array:
-        """A payload of these numbers."""
+    def packed(self, values: Array, key: DrawKey | None = None) -> Array:
+        """A payload of these numbers: rounded to the nearest, or by a key without bias, which moves them."""
         payload: Array = self._memory.zeros(self._layout.num_bytes, np.uint8)
+        if key is not None:
+            self._codec.dither(Encoding(self._layout, values, self._starts, key=key))
         self._pack(values, payload)
         return payload
 

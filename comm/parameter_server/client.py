@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count, cycle
-from typing import Any
+from typing import Any, TypeVar
 
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.messages import Bytes
@@ -22,6 +24,8 @@ WINDOW_BYTES = 16 << 20
 
 SIGN_S = 3600.0
 """A small part of the day after which a server takes a silent worker for dead."""
+
+_T = TypeVar("_T")
 
 _FULLER_S = 0.5
 """A server that has nothing of this worker's waits its turn: one that has can name the key."""
@@ -191,13 +195,13 @@ class Client:
         """
         if broken := self.error or self._unanswered:
             raise broken
-        answers = self._asked(op, bodies, Deadline(timeout_s))
+        answers = self._asked(op, bodies, timeout_s)
         for server, (header, body) in answers.items():
             if header.op is Op.REFUSAL:
                 raise DisagreementError(f"{self.name(server)} refuses: {body}")
         return {server: body for server, (_, body) in answers.items()}
 
-    def _asked(self, op: Op, bodies: Mapping[int, Any], until: Deadline) -> dict[int, tuple[Header, Any]]:
+    def _asked(self, op: Op, bodies: Mapping[int, Any], timeout_s: float) -> dict[int, tuple[Header, Any]]:
         """All answers, also behind a refusal: a server whose answer is not taken ends the job.
 
         So nothing can be asked once an answer did not come in time.
@@ -207,10 +211,10 @@ class Client:
             with self._saying:  # each header's body follows it; nobody is waited for meanwhile
                 tag = next(self._answer_tags)
                 sends = [say(self.transport, ranks[one], Tag.HEADER, op, body, tag) for one, body in bodies.items()]
-            wait_for_each(chain.from_iterable(sends), until)
-            # All are on their way before the first is waited for: each server gives its own so long to be taken.
-            coming = {server: self._answer(rank, tag, until) for server, rank in ranks.items()}
-            return {server: (head, body.read(until)) for server in ranks for head, body in [coming.pop(server)]}
+            wait_for_each(chain.from_iterable(sends), Deadline(timeout_s))
+            # All are listened to at once: each server gives what it says so long to be taken, also that it works on it.
+            coming = {server: _beside(partial(self._answer, rank, tag, timeout_s)) for server, rank in ranks.items()}
+            return {server: answer.result() for server, answer in coming.items()}
         except LinkError as error:
             who = "a server" if error.peer is None else self.name(error.peer - self.num_workers)
             # Over Gloo the first time-out closes the connection.
@@ -220,14 +224,14 @@ class Client:
             self._unanswered = LinkError(f"the answer to '{op.name.lower()}' could not be read ({error})")
             raise
 
-    def _answer(self, rank: int, tag: int, until: Deadline) -> tuple[Header, Body]:
-        """A server's, its body on its way; while it says that it works on it, there is time."""
+    def _answer(self, rank: int, tag: int, timeout_s: float) -> tuple[Header, Any]:
+        """A server's; while it says that it works on it, there is time."""
+        until = Deadline(timeout_s)
         while True:
             header = hear(self.transport, rank, tag, until)
-            body = Body(self.transport, rank, tag, header)
+            said = Body(self.transport, rank, tag, header).read(until)
             if header.op is not Op.WORKING:
-                return header, body
-            body.read(until)
+                return header, said
 
     # -- failure and end -------------------------------------------------------------------------
 
@@ -298,3 +302,17 @@ class Client:
             ear.join(until.left_s)
             if ear.is_alive():
                 raise LinkError(f"{self.name(server)} did not answer within {timeout_s:g} s that this worker leaves")
+
+
+def _beside(work: Callable[[], _T]) -> Future[_T]:
+    """What ``work`` returns or raises, done by a thread that a process which ends does not wait for."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="espresso-answer", daemon=True).start()
+    return future

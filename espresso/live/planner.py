@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -45,6 +46,9 @@ LAID_ANEW = 2
 MOST_ARMS = MAX_CANDIDATES + 2
 """Of the first race: plain and the simple strategy beside the best."""
 
+_QUEUE = threading.Lock()
+"""Jobs of one process that decide at once line up for their races one after the other."""
+
 
 class AutoPlanner:
     """Warm up, profile, search, race the best candidates against plain, keep the fastest; again when something changes.
@@ -72,7 +76,7 @@ class AutoPlanner:
         history: told what was decided, and why.
         adapt: watch the job once it is decided, and decide again when something changes.
         compresses_from: the first iteration in which all compressors do: the profile ends just before it, or later.
-        others_race: for how many iterations more other jobs of this process will race.
+        others_race: for how many iterations more other jobs of this process will race; None where it has no others.
 
     Attributes:
         probed_us: what measuring, searching and trying have cost since the first decision, beyond steps of what stayed.
@@ -95,7 +99,7 @@ class AutoPlanner:
         profile_only: bool = False,
         adapt: bool = False,
         compresses_from: int = 0,
-        others_race: Callable[[], int] = lambda: 0,
+        others_race: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._others_race = others_race
         self._groups, self._search, self._on_profile, self.history = groups, search, on_profile, history
@@ -107,8 +111,8 @@ class AutoPlanner:
         self._plain = Orderer(plain, groups)
         self._deferred = Assignment(plain, deferred=True)
         self._winner: Orderer | None = None
-        self._profile_from = self._warmup_steps = warmup_steps
-        self._compresses_from = compresses_from
+        self._warmup_steps, self._compresses_from = warmup_steps, compresses_from
+        self._profile_from = self._profiles_from(0)
         self._first: int | None = None
         self._observed: list[Record] = []
         self._race: Race | None = None
@@ -157,6 +161,16 @@ class AutoPlanner:
             return f"measures plain steps, {len(self._observed)} of {self._profile_steps + self._more_steps} so far"
         return f"measures plain steps, from step {self._first + self._profile_from} on"
 
+    def measuring(self, step: int) -> tuple[int, int]:
+        """Iterations since it began, with this one, and those that measuring takes, as far as it is known."""
+        begun = 0 if self._first is None else self._num_begun(step)
+        to_come = max(self._profile_from - begun, 0) + self._profile_steps + self._more_steps - len(self._observed)
+        return begun, begun + to_come
+
+    def _profiles_from(self, first: int) -> int:
+        """Plain iterations before the profile, if it begins with this one."""
+        return max(self._warmup_steps, self._compresses_from - self._profile_steps - first)
+
     def assign(self, iteration: int) -> Assignment:
         if self._race is not None:  # plain comes first in the first one, also while it pauses
             return self._race.assignment
@@ -168,7 +182,7 @@ class AutoPlanner:
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
         if self._first is None:
             self._first = iteration
-            self._profile_from = max(self._warmup_steps, self._compresses_from - self._profile_steps - iteration)
+            self._profile_from = self._profiles_from(iteration)
             self._say("automatic mode: %d steps of warm-up, then %d measured", self._profile_from, self._profile_steps)
         iteration -= self._first
         if iteration < self._profile_from:
@@ -325,12 +339,24 @@ class AutoPlanner:
         self._candidates = candidates
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
         arms += [Arm(c.name, c.assignment, c.sent_us) for c in candidates]
-        self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
+        race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
         # In one loop with another job's a step has that one's exchange in it: one race after the other.
-        others = max(self._groups.everywhere(self._others_race()))
-        self._pause = max(others, self._decide_by - self._num_begun(step) - self._race.num_steps)
-        names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
+        self._line_up(race, self._decide_by - self._num_begun(step) - race.num_steps)
+        names, steps = ", ".join(arm.name for arm in arms), race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
+
+    def _line_up(self, race: Race, pause: int) -> None:
+        """Race after so many iterations, or when others that are before this job have raced.
+
+        Of two jobs that decide at once every rank has one first, but not the same one: for both the first rank counts
+        that has them both. (Of jobs on ranks that differ, the first of this one's that has any other.)
+        """
+        with _QUEUE:
+            others = self._others_race()
+            self._pause = max(others or 0, pause)
+            self._race = race
+        told = (each for each in self._groups.everywhere(others) if each is not None)
+        self._pause = max(next(told, 0), pause)
 
     def _lays_anew(self, step: int) -> bool:
         """Whether the buckets will be of the size that the search would rather have; then it begins again with those.
@@ -495,7 +521,8 @@ class AutoPlanner:
         asked = replace(change, again=step - self._passed_at < AGAIN_STEPS, came_home=came_home)
         with torch.profiler.record_function("espresso::measure and search again"):
             # What owes too much says nothing of links.
-            moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(asked)
+            running = self._winner.strategy
+            moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(asked, running)
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
             change = change.with_link(moved.link)
             turn = Turn(change, step, began_ns, is_second)

@@ -109,7 +109,7 @@ class Session:
     ) -> None:
         self.config, self.model, self.scale, self._pid = config, model, scale, os.getpid()
         self.lay_buckets: Callable[[float], bool] = lambda cap: False
-        self.has_inputs = True
+        self.has_inputs = self._had_inputs = True
         self.runtime: Runtime = runtime_of(model.device)
         client = connected()
         with ExitStack() as undo:
@@ -216,9 +216,6 @@ class Session:
     def _make_decider(self) -> Decider:
         strategy, tensors, groups = self.given.strategy, self.model.tensors, self.groups
         profile_only = self.profile_only
-        needed = self.config.warmup_steps + self.config.profile_steps
-        goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
-        self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
         if isinstance(strategy, Strategy) and not profile_only:
             strategy.check_model(tensors, groups.cluster)
             return FixedPlanner(strategy, groups, self.follower.in_force, history=self._watched)
@@ -229,9 +226,8 @@ class Session:
                 measures_nothing("one rank has no links to others; start the script with two or more")
             return FixedPlanner(plain, groups, verdict=Verdict("plain", "one rank: there is nothing to exchange"))
         self._plain = Assignment(plain)
-        self._marks.mark(0)
         self.search = self._make_search()
-        return AutoPlanner(
+        decider = AutoPlanner(
             plain,
             groups,
             self.search,
@@ -247,13 +243,25 @@ class Session:
             adapt=self.config.adapt,
             # What starts late is searched for and raced once it has started.
             compresses_from=self.follower.schedule.start_step,
-            others_race=self.others_race,
+            others_race=lambda: self.others_race() if self._others() else None,
         )
+        self._mark(decider, -1)
+        return decider
+
+    def _mark(self, decider: AutoPlanner, step: int) -> None:
+        """Tell ``espresso profile`` how far the job came, once on every node."""
+        groups = self.groups
+        goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
+        steps, needed = decider.measuring(step)
+        ProfileMarks(is_told=self.profile_only and goes_first, needed=needed, groups=groups).mark(steps)
 
     def others_race(self) -> int:
         """For how many iterations more other jobs of this process will race."""
-        deciders = [each.decider for each in list(_OPEN) if each is not self]
-        return max((each.to_race for each in deciders if isinstance(each, AutoPlanner)), default=0)
+        return max((each.to_race for each in self._others()), default=0)
+
+    def _others(self) -> list[AutoPlanner]:
+        """What decides for other jobs of this process, in automatic mode."""
+        return [each.decider for each in list(_OPEN) if each is not self and isinstance(each.decider, AutoPlanner)]
 
     def _check_constraints(self) -> None:
         """Refuse what no option of this cluster can be, and name patterns that nothing matches."""
@@ -352,6 +360,7 @@ class Session:
 
     def assign(self, iteration: int) -> Assignment:
         """What an iteration runs, by the compressors that are in force in it."""
+        self._had_inputs = self.has_inputs  # on a device it is judged when the next one has begun
         self.recorder.begin()
         if self.follower.moves(iteration):
             self.decider.follow(self.follower.in_force)
@@ -375,8 +384,7 @@ class Session:
         flushed = self._flush.took(record, self.executor)
         if flushed:
             self.decider.skip(record)
-        if not self.decider.decided:
-            self._marks.mark(record.iteration + 1)
+        measures = self.profile_only and not self.decider.decided
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
         # Before the decider, which has something to send or not yet, as soon as this rank has what was gathered.
         was_summed = self.guard is not None and self.guard.end(record)
@@ -385,6 +393,13 @@ class Session:
             self._look_for_kernels if looks else None,
             self.recorder.look if self.recorder.looks(record.iteration) else None,
         ]
+        if measures and isinstance(self.decider, AutoPlanner):
+            mark = partial(self._mark, self.decider, record.iteration)
+            # Behind what the decider does: only then is it known whether the job is measured.
+            if works[0] is None:
+                mark()
+            else:
+                works.insert(1, mark)
         if self.guard is not None and was_summed:
             look = partial(self._look_at_averages, self.guard, record.iteration)
             # Behind what the decider does on all ranks; what only waits on this rank changes nothing.
@@ -396,7 +411,7 @@ class Session:
             self.artifacts.strategy(self.decider.strategy)
         every = self.config.check_every
         if every > 0 and record.iteration % every == every - 1:
-            works.append(partial(self.check_replicas, is_compared=self.has_inputs))
+            works.append(partial(self.check_replicas, is_compared=self._had_inputs))
         due = [work for work in works if work is not None]
         return partial(_run_all, due) if due else None
 
