@@ -3,7 +3,7 @@
     python -m benchmarks.diagnose
 
 Every cause runs with and without it: it must be named first, on the right rank, and the gain that the timeline predicts
-is compared with the one that removing it brought. Clean runs must find nothing. With ``--replay`` recorded steps go
+is compared with the one that removing it brought. Clean runs must find nothing. The recorded steps of every run also go
 through the timeline, plain and compressed, and are compared with what they took.
 """
 

@@ -75,6 +75,15 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Launch | N
     return None
 
 
+def told_world_size() -> int:
+    """What ``WORLD_SIZE`` says; 1 where nobody has set it.
+
+    Raises:
+        TopologyError: it is not a whole number.
+    """
+    return _number(os.environ, "WORLD_SIZE") if os.environ.get("WORLD_SIZE") else 1
+
+
 def export_environment(environment: MutableMapping[str, str] | None = None) -> Launch | None:
     """Write ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` from whichever launcher ran us.
 

@@ -42,8 +42,12 @@ labels = torch.tensor(digits.target)[rank::world_size]
 
 first_step = 0
 path = None if chosen.checkpoint is None else chosen.checkpoint / f"rank{rank}.pt"
-if path is not None and path.exists():
-    saved = torch.load(path, weights_only=True)
+saved = torch.load(path, weights_only=True) if path is not None and path.exists() else None
+steps = [None] * world_size
+dist.all_gather_object(steps, None if saved is None else saved["step"])
+if len(set(steps)) > 1:  # all ranks load or none does: one alone would wait for the others until its time-out
+    raise SystemExit(f"rank {rank}: {chosen.checkpoint} is not of these ranks; steps by rank: {steps}")
+if saved is not None:
     net.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     state.load_state_dict(saved["espresso"])  # what this rank has not sent yet, and the strategy

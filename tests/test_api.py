@@ -1,6 +1,7 @@
 """The front door: what is exported, how it is shown, and what settings may be."""
 
 import inspect
+import re
 import tomllib
 import typing
 from dataclasses import fields
@@ -58,6 +59,8 @@ def test_settings_have_one_list_each_of_types_and_ranges():
         ("error_budget", -1, ValueError, "a number from 0 to 1e+06 or None"),
         ("keep_exact", "bias", TypeError, "a list of texts"),
         ("force", ["fp16"], TypeError, "a dictionary of texts"),
+        ("force", {0: "fp16"}, ValueError, "a dictionary of texts"),
+        ("force", {"*.weight": None}, ValueError, "a dictionary of texts"),
         ("transactional", 1, TypeError, "True or False"),
         ("residual_dtype", "int7", ValueError, "one of float32, bf16, int8"),
         ("residual_dtype", 8, TypeError, "one of float32, bf16, int8"),
@@ -71,6 +74,21 @@ def test_a_wrong_setting_names_itself_its_value_and_its_range(name, value, error
         Config(**{name: value})
     assert str(caught.value).startswith(f"{name} must be {wanted}")
     assert f"got {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wanted"),
+    [
+        ("ESPRESSO_TIMEOUT_S", "-5", "a number above 0 and up to 1e+06"),
+        ("ESPRESSO_TIMEOUT_S", "5min", "a number above 0 and up to 1e+06"),
+        ("ESPRESSO_RANKS_PER_NODE", "0", "a whole number from 1 to 65536"),
+        ("ESPRESSO_RANKS_PER_NODE", "two", "a whole number from 1 to 65536"),
+    ],
+)
+def test_a_wrong_variable_names_itself_its_value_and_its_range(variable, value, wanted, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=re.escape(f"{variable} must be {wanted}, got {value!r}")):
+        Config.from_keywords({"timeout_s": 20.0})
 
 
 def test_what_is_misspelt_has_a_suggestion():

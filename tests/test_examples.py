@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import run_ranks
+from tests.workers import RanksFailed, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -99,5 +99,8 @@ def test_example(name: str, tmp_path: Path) -> None:
         assert re.search(r"steps 4 to 8: loss \d", run(name, found[0], tmp_path))
     if name == "ddp.py":  # once more, from the checkpoint
         assert re.search(r"steps 8 to 16: loss \d", run(name, found[0], tmp_path))
+        (tmp_path / "build" / "ddp" / "rank1.pt").unlink()
+        with pytest.raises(RanksFailed, match=r"rank 0: .* is not of these ranks; steps by rank: \[16, None\]"):
+            run(name, found[0], tmp_path)
     if name == "log_to_tensorboard.py":
         assert list((tmp_path / "build" / "tensorboard").glob("events.out.*"))

@@ -277,7 +277,7 @@ def test_servers_beside_the_workers_come_with_further_machines():
 
 def test_what_only_other_raw_options_bring_is_no_gain_of_compression():
     job = job_from_trace("lstm", 4, 4, "nvlink-100g")
-    for each in (job, replace(job, meta=replace(AUTOMATIC, for_exactness=0.02).to_meta())):
+    for each in (job, replace(job, meta=AUTOMATIC.to_meta())):
         found = predict(each, [CompressorSpec.parse("onebit")], Change(inter_gbit=1600.0))
         assert not found.pays
         if each is job:
@@ -403,6 +403,18 @@ def test_the_command_answers_every_combination(tmp_path):
     assert smaller["rows"][0]["plain_us"] < body["rows"][1]["plain_us"]
     shown = run(str(path), "--no-threshold")
     assert "measured on 2 nodes x 1 ranks, 1 Gb/s; predictions reach 30 times" in " ".join(shown.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("asked", "axis"), [(("--nodes", "1,2,4"), "ranks"), (("--inter", "10gbit,25gbit"), "Gb/s between machines")]
+)
+def test_the_picture_is_over_what_varies(tmp_path, asked, axis):
+    """One machine has no rate between machines, which is no other rate."""
+    path, picture = tmp_path / "job.json", tmp_path / "steps.svg"
+    job_from_trace("lstm", 4, 2, "pcie-25g").save(path)
+    ran = run(str(path), "-c", "efsignsgd", *asked, "--no-threshold", "--plot", str(picture))
+    assert ran.exit_code == 0, ran.stderr
+    assert f"<!-- {axis} -->" in picture.read_text()
 
 
 def test_a_row_is_searched_as_the_search_command_does(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ from espresso.comm.parameter_server.secret import Door, introduce, knock
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.transport import GlooTransport, LinkError, MpiTransport, Transport
 from espresso.strategies import Sharing
+
+logger = logging.getLogger("espresso")
 
 _LINGER_S = 3.0
 """Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
@@ -255,13 +258,23 @@ def join(settings: ServerSettings) -> Joined:
 
 
 def _uses_mpi(launch: Launch, wanted: str) -> bool:
-    if wanted != "auto":
-        return wanted == "mpi"
-    if launch.launcher == "torchrun":
+    """Whether ranks meet over MPI.
+
+    Raises:
+        TopologyError: MPI is wanted, and cannot be loaded.
+    """
+    if wanted == "gloo" or (wanted == "auto" and launch.launcher == "torchrun"):
         return False
     try:
-        import mpi4py  # noqa: F401
-    except ImportError:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:  # the package, or the library that it loads
+        if wanted == "mpi":
+            raise TopologyError(
+                f"--transport mpi needs mpi4py and an MPI library: {error}; install what is missing, or start with"
+                " --transport gloo"
+            ) from error
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("MPI cannot be loaded (%s); espresso.launch goes on over Gloo", error)
         return False
     return True
 

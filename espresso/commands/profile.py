@@ -114,7 +114,7 @@ def _signals_go_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
 
     def forward(number: int, _frame: FrameType | None) -> None:
         # Ctrl-C in a terminal has reached the command already, as a member of the foreground group.
-        if number != signal.SIGINT or not sys.stdin.isatty():
+        if number != signal.SIGINT or not _is_in_foreground():
             child.send_signal(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -124,6 +124,13 @@ def _signals_go_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    """Whether a terminal has this process group in its foreground, wherever stdin comes from."""
+    with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:

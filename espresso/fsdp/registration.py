@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.meeting import stay_away
 from espresso.fsdp.front import Front
 from espresso.fsdp.private import Unit, units_of
+from espresso.live.artifacts import measures_nothing
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
 from espresso.live.names import BoundModel, dtype_name, named_gradients
@@ -70,7 +71,9 @@ def register(
     group = _group_of(replicate)
     bound = _bind(model, units)
     _check_groups(group, units[0].shards)
-    state = EspressoState(compressor, _of_shards(compressor, strategy, bound.wholes), group, grad_scaler, **config)
+    names = [name for name, _ in model.named_parameters()]
+    made = _of_shards(compressor, strategy, bound.wholes, names)
+    state = EspressoState(compressor, made, group, grad_scaler, **config)
     if isinstance(strategy, str | os.PathLike) and strategy != AUTO:
         state.came_from(Path(strategy))
     if state.is_off:
@@ -79,6 +82,7 @@ def register(
         for unit in units:
             unit.free()
             unit.hook(partial(_average, group), _Native(state, unit))
+        measures_nothing(f"espresso is off ({why_off()})")
         return state.bind(bound).turn_off(why_off())  # bound: a checkpoint says of which model it is
     state.bind(bound).start()
     try:
@@ -143,13 +147,18 @@ def _start(parameter: Any, shards: dist.ProcessGroup) -> int:
     return int(shards.rank() * rows * math.prod(parameter.shape[1:]))
 
 
-def _of_shards(compressor: CompressorLike, strategy: StrategyLike, wholes: tuple[TensorSpec, ...]) -> StrategyLike:
+def _of_shards(
+    compressor: CompressorLike, strategy: StrategyLike, wholes: tuple[TensorSpec, ...], names: Collection[str] = ()
+) -> StrategyLike:
     """A strategy that was made for whole tensors, or for those of another shard, as a function of those that are here.
 
     A function is asked for one of the whole tensors, so that it says the same on every rank.
 
+    Args:
+        names: of all parameters of the model.
+
     Raises:
-        StrategyError: when it is asked for, a tensor that the strategy does not know.
+        StrategyError: when it is asked for, a tensor that the strategy does not know, or of another model.
     """
     given = Given.of(compressor, strategy)
     if given.strategy is None:
@@ -158,12 +167,35 @@ def _of_shards(compressor: CompressorLike, strategy: StrategyLike, wholes: tuple
     def make(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
         found = given.on(wholes, cluster).strategy
         assert isinstance(found, Strategy)
+        _check_model(found, wholes, names)
         unknown = [tensor.name for tensor in tensors if tensor.name not in found.known]
         if unknown:
             raise StrategyError(f"tensor {unknown[0]!r} of the model is not in the strategy; search again for it")
         return found.over(tensors)
 
     return make
+
+
+def _check_model(strategy: Strategy, wholes: tuple[TensorSpec, ...], names: Collection[str]) -> None:
+    """Whether a strategy's tensors are the model's, or shards of them: as wide, and of no more rows.
+
+    Args:
+        names: of the model's parameters, those too that are not averaged.
+
+    Raises:
+        StrategyError: names the first that is not.
+    """
+    theirs = {tensor.name: tensor for tensor in wholes}
+    gone = [name for name in strategy.known if name not in theirs and name not in names]
+    if gone:
+        raise StrategyError(f"tensor {gone[0]!r} is in the strategy but not in the model; search again for this model")
+    for ours in (tensor for tensor in strategy.tensors if tensor.name in theirs):
+        whole = theirs[ours.name]
+        if (ours.dtype, ours.shape[1:]) != (whole.dtype, whole.shape[1:]) or ours.shape[:1] > whole.shape[:1]:
+            raise StrategyError(
+                f"tensor {ours.name!r} is {whole.dtype}{list(whole.shape)} in the model but"
+                f" {ours.dtype}{list(ours.shape)} in the strategy; search again for this model"
+            )
 
 
 @dataclass(frozen=True)

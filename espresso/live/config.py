@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from espresso.comm.member import LONGEST_S, MAX_CONNECTIONS
 from espresso.compressors import create
-from espresso.search.terms import AUTOMATIC, EXACT_VECTORS, FOR_EXACTNESS, Terms
+from espresso.search.terms import AUTOMATIC, EXACT_VECTORS, Terms
 from espresso.strategies import RESIDUAL_DTYPES
 from espresso.strategies.constraints import Constraints
 
@@ -42,7 +42,6 @@ class Settings(TypedDict, total=False):
     ranks_per_node: int | None
     error_budget: float | None
     residual_budget_mb: float | None
-    for_exactness: float
     all_kinds: bool
     exact_vectors: int
     keep_exact: Sequence[str]
@@ -120,6 +119,11 @@ def _optional(inner: Range) -> Range:
     return Range(f"{inner.wanted} or None", kinds, lambda value: value is None or inner.fits(value))
 
 
+_TEXT_BY_TEXT = Range(
+    "a dictionary of texts",
+    (Mapping,),
+    lambda value: all(isinstance(text, str) for row in value.items() for text in row),
+)
 _TEXTS = Range("a list of texts", (list, tuple), lambda value: all(isinstance(text, str) for text in value))
 _PATH = Range("a path or None", (str, os.PathLike, type(None)))
 
@@ -143,8 +147,6 @@ class Config:
             named. With ``adapt`` it is measured too, and what owes more than it may is replaced.
         residual_budget_mb: the most that residuals may take on a rank, in millions of bytes; to keep to it tensors may
             have theirs in fewer bits than ``residual_dtype`` says. None: any.
-        for_exactness: of the time that compression saves, and of a step, this part may go into owing less where no
-            error budget holds. 0: none.
         all_kinds: automatic mode takes the fastest strategy, however many kinds of choices it has; otherwise of those
             that are nearly as fast the one with the fewest.
         exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed
@@ -196,14 +198,13 @@ class Config:
     ranks_per_node: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1 << 16))))
     error_budget: float | None = field(default=None, metadata=_in(_optional(_least_0(MOST_OWED))))
     residual_budget_mb: float | None = field(default=None, metadata=_in(_optional(_least_0(MOST_ELEMENTS))))
-    for_exactness: float = field(default=FOR_EXACTNESS, metadata=_in(_least_0(1.0)))
     all_kinds: bool = field(default=False, metadata=_in(Range("True or False", (bool,))))
     exact_vectors: int = field(default=EXACT_VECTORS, metadata=_in(_whole(0, MOST_ELEMENTS)))
     keep_exact: Sequence[str] = field(default=(), metadata=_in(_TEXTS))
     forbid: Sequence[str] = field(default=(), metadata=_in(_TEXTS))
     devices: Sequence[str] = field(default=(), metadata=_in(_TEXTS))
     most_compressions: int | None = field(default=None, metadata=_in(_optional(_whole(0, 16))))
-    force: Mapping[str, str] = field(default_factory=dict, metadata=_in(Range("a dictionary of texts", (Mapping,))))
+    force: Mapping[str, str] = field(default_factory=dict, metadata=_in(_TEXT_BY_TEXT))
     partition_bytes: int | None = field(default=None, metadata=_in(_optional(_whole(0, MOST_ELEMENTS))))
     seed: int = field(default=0, metadata=_in(_whole(0, (1 << 63) - 1)))
     transactional: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
@@ -260,6 +261,7 @@ class Config:
 
         Raises:
             TypeError: an unknown keyword, by name; it says which is nearest.
+            ValueError: a variable that is not what its setting may be.
         """
         known = [each.name for each in fields(cls)]
         unknown = next((name for name in keywords if name not in known), None)
@@ -267,16 +269,29 @@ class Config:
             nearest = get_close_matches(unknown, known, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise TypeError(f"espresso has no setting {unknown!r}{hint} Settings are {', '.join(sorted(known))}")
-        values = dict(keywords)
-        for variable, (name, kind) in _ENVIRONMENT.items():
-            if os.environ.get(variable):  # an empty one says nothing
-                try:
-                    values[name] = kind(os.environ[variable])
-                except ValueError:
-                    raise ValueError(f"{variable}={os.environ[variable]!r} is not a valid {kind.__name__}") from None
-                logger.info("%s=%s overrides %s", variable, os.environ[variable], name)
-        return cls(**values)
+        return cls(**overridden(keywords))
 
 
 RANGES: dict[str, Range] = {each.name: each.metadata["range"] for each in fields(Config)}
 """What each setting may be."""
+
+
+def overridden(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the environment's overrides, which are logged when used.
+
+    Raises:
+        ValueError: names the variable, its value and its range.
+    """
+    values = dict(settings)
+    for variable, (name, kind) in _ENVIRONMENT.items():
+        text = os.environ.get(variable)
+        if text:  # an empty one says nothing
+            allowed = RANGES[name]
+            try:
+                values[name] = kind(text)
+                allowed.check(variable, values[name])
+            except ValueError:
+                wanted = allowed.wanted.removesuffix(" or None")  # which is what a variable that is not set says
+                raise ValueError(f"{variable} must be {wanted}, got {text!r:.80}") from None
+            logger.info("%s=%s overrides %s", variable, text, name)
+    return values

@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from espresso.diagnosis.findings import diagnose
 from espresso.diagnosis.report import Diagnosis
 from espresso.flight.form import Flight
 from espresso.live.artifacts import own_folder
-from espresso.live.config import RANGES
+from espresso.live.config import RANGES, overridden
 from espresso.live.marks import PATIENCE, ScriptMarks, facts_of
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import KEPT_STEPS, Recorder
@@ -51,29 +52,40 @@ class ObservedJob:
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        RANGES["ranks_per_node"].check("ranks_per_node", ranks_per_node)
-        RANGES["timeout_s"].check("timeout_s", timeout_s)
+        given = {"artifacts_dir": artifacts_dir, "ranks_per_node": ranks_per_node, "timeout_s": timeout_s}
+        settings = overridden(given)
+        for name, value in settings.items():
+            RANGES[name].check(name, value)
         parameters = named_gradients(model)
         self._model: Callable[[], DistributedDataParallel | None] = weakref.ref(model)
         self._pid = os.getpid()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         on_device = any(parameter.device.type != "cpu" for parameter in parameters.values())
-        self._groups = Groups(
-            model.process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s, host_copies=on_device
-        )
-        self.recorder = Recorder(self._groups)
-        self.recorder.facts |= facts_of(model) | {"observed": True}
-        plain = Strategy.uniform(tensor_specs(parameters), self._groups.cluster, partition_bytes=0)
-        self._assignment = Assignment(plain)
-        self._artifacts_dir = own_folder(artifacts_dir, model, self._groups)
         self._buckets: tuple[Bucket, ...] = ()
         self._ready_ns: list[int] = []
         self._count = 0
         self._handles: list[Any] = []
-        self._watch([list(parameters.values())])
-        self._marks: ScriptMarks | None = ScriptMarks(model, self._names, self.recorder, self._averaged)
-        self.recorder.look()
-        self.recorder.look_at_card()
+        with ExitStack() as undo:
+            self._groups = Groups(
+                model.process_group,
+                ranks_per_node=settings["ranks_per_node"],
+                timeout_s=settings["timeout_s"],
+                host_copies=on_device,
+            )
+            undo.callback(self._groups.close, wait=False)
+            self.recorder = Recorder(self._groups)
+            self.recorder.facts |= facts_of(model) | {"observed": True}
+            plain = Strategy.uniform(tensor_specs(parameters), self._groups.cluster, partition_bytes=0)
+            self._assignment = Assignment(plain)
+            self._artifacts_dir = own_folder(settings["artifacts_dir"], model, self._groups)
+            undo.callback(self._forget)
+            self._watch([list(parameters.values())])
+            marks = ScriptMarks(model, self._names, self.recorder, self._averaged)
+            undo.callback(marks.detach)
+            self.recorder.look()
+            self.recorder.look_at_card()
+            undo.pop_all()
+        self._marks: ScriptMarks | None = marks
         _LIVE.add(self)
 
     def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:

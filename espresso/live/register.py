@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from contextlib import suppress
 from typing import Unpack
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.ddp_buckets import BucketLayout
-from espresso.comm.errors import EspressoError, UnsupportedModelError
+from espresso.comm.environment import read_environment, told_world_size
+from espresso.comm.errors import EspressoError, TopologyError, UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.comm.meeting import stay_away
 from espresso.live.artifacts import measures_nothing
@@ -20,6 +21,8 @@ from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.names import BoundModel
 from espresso.live.script import Scaler
 from espresso.live.state import EspressoState, why_off
+
+logger = logging.getLogger("espresso")
 
 
 def register(
@@ -51,6 +54,8 @@ def register(
         why = why_off() or ("one process without DDP" if _is_alone() else "")
         if why:
             measures_nothing(f"espresso is off ({why})" if why_off() else why)
+            if not why_off():
+                _warn_of_others()
             state = EspressoState(compressor, strategy, None, grad_scaler, **config)
             with suppress(EspressoError, ValueError, TypeError):  # so that a checkpoint says of which model it is
                 state.bind(BoundModel.of(ddp_model))
@@ -89,4 +94,18 @@ def _is_alone() -> bool:
     """Whether nobody else trains with this process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() == 1
-    return int(os.environ.get("WORLD_SIZE") or 1) == 1
+    return told_world_size() == 1
+
+
+def _warn_of_others() -> None:
+    """Say so where the launcher has started others, which then train models of their own."""
+    with suppress(TopologyError):  # variables that are left over from elsewhere
+        launch = read_environment()
+        if launch is not None and launch.world_size > 1:
+            logger.warning(
+                "espresso is off: this model is not in DistributedDataParallel, and no process group has other ranks;"
+                " %s says that this is rank %d of %d, which train apart now",
+                launch.launcher,
+                launch.rank,
+                launch.world_size,
+            )

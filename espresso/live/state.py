@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from espresso.comm.environment import told_world_size
 from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.hook import Front
 from espresso.live import resume
@@ -467,13 +468,13 @@ def _times(factor: float, future: torch.futures.Future[torch.Tensor]) -> torch.T
 @atexit.register
 def _close_all() -> None:
     for state in list(_LIVE):
-        if state._model is None and not state.is_off and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            logger.warning(
-                "%r was never given a model, so gradients were averaged without it: call espresso.register. (Lightning"
-                " ignores ddp_comm_hook on the CPU; espresso.integrations.lightning does not)",
-                state,
-            )
         try:
+            if state._model is None and not state.is_off and told_world_size() > 1:
+                logger.warning(
+                    "%r was never given a model, so gradients were averaged without it: call espresso.register."
+                    " (Lightning ignores ddp_comm_hook on the CPU; espresso.integrations.lightning does not)",
+                    state,
+                )
             state.close()
         except Exception:  # the other models' ranks are to hear that they end as well
             logger.exception("closing %r", state)

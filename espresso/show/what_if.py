@@ -74,14 +74,14 @@ def write_what_if(path: Path, rows: Sequence[Prediction], title: str) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    by_rate = len({row.inter_gbit for row in rows}) > 1
+    by_rate = len({row.inter_gbit for row in rows} - {None}) > 1  # one machine has no rate
     groups: dict[Any, list[Prediction]] = {}
     for row in rows:
         groups.setdefault((row.cluster.shape if by_rate else row.inter_gbit, row.rtt_ms), []).append(row)
     for number, ((what, rtt), members) in enumerate(groups.items()):
         at = [float(row.inter_gbit or 0.0) if by_rate else float(row.cluster.num_ranks) for row in members]
         order = sorted(range(len(at)), key=at.__getitem__)
-        name = f"{what[0]} x {what[1]}" if by_rate else ("" if what is None else shown_gbit(what))
+        name = f"{what[0]} x {what[1]}" if by_rate else ("one machine" if what is None else shown_gbit(what))
         name += "" if rtt is None else f", {rtt:g} ms"
         for kind, style in (("plain", "--"), ("best", "-")):
             times = [members[n].plain_us if kind == "plain" else members[n].best_us for n in order]
