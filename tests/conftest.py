@@ -2,7 +2,7 @@
 
 PyTorch, Numba and SciPy leave hundreds of thousands of objects behind that live as long as the process.
 
-Files with slow tests come first, so that no worker begins one when the others are done.
+Files with slow tests come first, and those with many, so that no worker begins one when the others are done.
 """
 
 import atexit
@@ -15,6 +15,15 @@ import pytest
 
 from benchmarks.python_path import python_path
 
+LONG = frozenset(
+    f"test_{name}.py"
+    for name in (
+        "conservation", "device_executor", "docs", "guard", "hook_modes", "measuring", "momentum", "nonfinite",
+        "optim_exchange", "parameter_server",
+    )
+)  # fmt: skip
+"""Files that take long though none of their tests does."""
+
 gc.disable()  # until all is loaded and collected
 atexit.register(gc.freeze)
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).with_name("interpreters")), python_path()])
@@ -26,8 +35,8 @@ if hasattr(os, "SCHED_BATCH"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    long = {item.path for item in items if item.path.name in LONG or item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:

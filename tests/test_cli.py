@@ -8,11 +8,13 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from espresso.cli import app
@@ -26,6 +28,7 @@ from espresso.show.flight_events import step_events
 from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.test_bucket_caps import ddp_job
 from tests.timeline_jobs import compute
+from tests.workers import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = CliRunner()
@@ -270,7 +273,8 @@ def test_compare_ranks_the_baselines(files: dict[str, Path], tmp_path: Path) -> 
     assert times["chosen"] == min(kinds["baseline"] + kinds["searched"])
     assert times["certified lower bound"] <= min(kinds["baseline"] + kinds["searched"] + kinds["ablation"])
     assert times["only: offload only"] >= times["certified lower bound"]
-    assert "HiPress" in picture.read_text() or picture.stat().st_size > 10_000
+    drawn = picture.read_text()
+    assert not [name for name in times if f"<!-- {name} -->" not in drawn]
     assert "BytePS-Compress" in espresso(*argv).stdout
 
 
@@ -551,8 +555,26 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def profile(folder: Path, *command: str | Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return as_process("profile", "-o", "job.json", *options, "--", *command, cwd=folder)
+KEEPS = ("profile", "-o", "job.json")
+
+Profile = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Profile:
+    """The command in this process, in the test's folder; what it runs inherits what is captured here."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*command: str | Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        argv = [*KEEPS, *options, "--", *map(str, command)]
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            get_command(app)(argv)
+        told = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(argv, ended.value.code, told.out, told.err)
+
+    return run
 
 
 def test_what_has_no_effect_is_refused(files: dict[str, Path]) -> None:
@@ -563,31 +585,28 @@ def test_what_has_no_effect_is_refused(files: dict[str, Path]) -> None:
 
 
 def test_profile_keeps_the_job(script: Path, tmp_path: Path) -> None:
-    done = profile(tmp_path, sys.executable, script, "register", "measure")
+    done = as_process(*KEEPS, "--", sys.executable, script, "register", "measure", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, (tmp_path / "job.json").read_text()) == ("training\n", "{}")
     assert "job written to job.json" in done.stderr
     assert not (tmp_path / "job.json.registered").exists()
 
 
-def test_what_profile_says_is_next_runs(
-    files: dict[str, Path], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_profile_says_is_next_runs(files: dict[str, Path], script: Path, tmp_path: Path, profile: Profile) -> None:
     """Also where the script asked for one compressor, and the job has costs for no other."""
     costs = json.loads(files["job"].read_text())["costs"]
     rows = [row for row in costs["compute"] if row["spec"].startswith("efsignsgd")]
     assert 0 < len(rows) < len(costs["compute"])
     measured = edited(files["job"], tmp_path, costs=costs | {"compute": rows})
-    done = profile(tmp_path, sys.executable, script, "register", "copy", measured)
+    done = profile(sys.executable, script, "register", "copy", measured)
     command = shlex.split(done.stderr.partition("next: ")[2])
     assert command[:2] == ["espresso", "search"]
-    monkeypatch.chdir(tmp_path)
     assert espresso(*command[1:]).exit_code == 0
     assert (tmp_path / "strategy.json").exists()
 
 
 def test_profile_json_keeps_stdout_clean(script: Path, tmp_path: Path) -> None:
-    done = profile(tmp_path, sys.executable, script, "register", "measure", options=("--json",))
+    done = as_process(*KEEPS, "--json", "--", sys.executable, script, "register", "measure", cwd=tmp_path)
     assert json.loads(done.stdout) == {
         "job": str(tmp_path / "job.json"),
         "registered": True,
@@ -600,29 +619,29 @@ def test_profile_json_keeps_stdout_clean(script: Path, tmp_path: Path) -> None:
     assert "training" in done.stderr
 
 
-def test_profile_says_that_a_script_never_registered(script: Path, tmp_path: Path) -> None:
-    done = profile(tmp_path, sys.executable, script)
+def test_profile_says_that_a_script_never_registered(script: Path, tmp_path: Path, profile: Profile) -> None:
+    done = profile(sys.executable, script)
     assert done.returncode == 3
     assert "never called espresso.register" in done.stderr
     assert "Traceback" not in done.stderr
-    body = json.loads(profile(tmp_path, sys.executable, script, options=("--json",)).stdout)
+    body = json.loads(profile(sys.executable, script, options=("--json",)).stdout)
     assert body["registered"] is False
     assert body["job"] is None
 
 
-def test_profile_is_not_fooled_by_what_an_earlier_run_left(script: Path, tmp_path: Path) -> None:
+def test_profile_is_not_fooled_by_what_an_earlier_run_left(script: Path, tmp_path: Path, profile: Profile) -> None:
     (tmp_path / "job.json").write_text("old")
     (tmp_path / "job.json.registered").write_text('{"steps": 99, "needed": 12}')
-    assert profile(tmp_path, sys.executable, script).returncode == 3
+    assert profile(sys.executable, script).returncode == 3
     assert (tmp_path / "job.json").read_text() == "old"
-    assert profile(tmp_path, sys.executable, script, "register", "measure").returncode == 0
+    assert profile(sys.executable, script, "register", "measure").returncode == 0
 
 
-def test_profile_says_which_further_jobs_are_of_this_run(script: Path, tmp_path: Path) -> None:
+def test_profile_says_which_further_jobs_are_of_this_run(script: Path, tmp_path: Path, profile: Profile) -> None:
     for number in (2, 3):
         (tmp_path / f"job-{number}.json").write_text("old")
     (tmp_path / "job-mine.json").write_text("old")
-    done = profile(tmp_path, sys.executable, script, "register", "measure", "another", options=("--json",))
+    done = profile(sys.executable, script, "register", "measure", "another", options=("--json",))
     assert json.loads(done.stdout)["others"] == [str(tmp_path / "job-2.json")]
     assert f"another model's job written to {tmp_path / 'job-2.json'}" in done.stderr
     assert f"{tmp_path / 'job-3.json'} is not of this run" in done.stderr
@@ -630,71 +649,86 @@ def test_profile_says_which_further_jobs_are_of_this_run(script: Path, tmp_path:
     assert (tmp_path / "job-3.json").read_text() == "old"
 
 
-def test_profile_says_that_training_was_too_short(script: Path, tmp_path: Path) -> None:
-    done = profile(tmp_path, sys.executable, script, "register")
+def test_profile_says_that_training_was_too_short(script: Path, tmp_path: Path, profile: Profile) -> None:
+    done = profile(sys.executable, script, "register")
     assert done.returncode == 4
     assert "before the 12 steps that measuring needs (it made 5); train" in done.stderr
 
 
-def test_profile_says_why_a_script_that_registered_measured_nothing(script: Path, tmp_path: Path) -> None:
+def test_profile_says_why_a_script_that_registered_measured_nothing(
+    script: Path, tmp_path: Path, profile: Profile
+) -> None:
     (tmp_path / "alone.py").write_text(
         "import torch, espresso\nmodel = torch.nn.Linear(4, 4)\nstate = espresso.register(model)\n"
         "model(torch.ones(4)).sum().backward()\nprint('trained')\n"
     )
-    done = profile(tmp_path, sys.executable, "alone.py")
+    done = profile(sys.executable, "alone.py")
     assert (done.returncode, done.stdout) == (4, "trained\n")
     assert "nothing was measured: one process without DDP" in done.stderr
 
 
-def test_profile_passes_the_exit_status_on(script: Path, tmp_path: Path) -> None:
-    assert profile(tmp_path, sys.executable, script, "fail").returncode == 7
-    done = profile(tmp_path, sys.executable, script, "register", "measure", "fail")
+def test_profile_passes_the_exit_status_on(script: Path, tmp_path: Path, profile: Profile) -> None:
+    assert profile(sys.executable, script, "fail").returncode == 7
+    done = profile(sys.executable, script, "register", "measure", "fail")
     assert done.returncode == 7
     assert "job written" in done.stderr
-    killed = profile(tmp_path, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    killed = profile(sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
     assert killed.returncode == 128 + 9
 
 
-def test_profile_of_commands_that_cannot_run(script: Path, tmp_path: Path) -> None:
-    done = profile(tmp_path, "no-such-command-anywhere")
+def test_profile_of_commands_that_cannot_run(script: Path, tmp_path: Path, profile: Profile) -> None:
+    done = profile("no-such-command-anywhere")
     assert (done.returncode, done.stderr) == (127, "error: no-such-command-anywhere: command not found\n")
-    done = profile(tmp_path, f"./{script.name}", "register")
+    done = profile(f"./{script.name}", "register")
     assert done.returncode == 126
     assert f"did you mean: python ./{script.name}" in done.stderr
     refused(espresso("profile", "-o", tmp_path / "no" / "job.json", "--", "true"), "does not exist")
 
 
-def test_profile_needs_no_dashes_and_takes_the_commands_options(script: Path, tmp_path: Path) -> None:
-    done = as_process("profile", sys.executable, "-u", script.name, "register", "measure", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_profile_needs_no_dashes_and_takes_the_commands_options(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert espresso("profile", sys.executable, "-u", script.name, "register", "measure").exit_code == 0
     assert (tmp_path / "job.json").exists()
 
 
-TRAINS_FOR_REAL = """
-import atexit, gc, torch, torch.distributed as dist, espresso
-atexit.register(gc.freeze)  # not for the test: DDP loads what takes seconds to look through at the end
-dist.init_process_group("gloo")
-layers = [torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)]
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
-state = espresso.register(model, compressor="efsignsgd", ranks_per_node=1)
-critic = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 8))
-other = espresso.register(critic, compressor="efsignsgd", ranks_per_node=1)
-for _ in range(30):
-    model(torch.randn(8, 64)).square().mean().backward()
-    critic(torch.randn(8, 64)).square().mean().backward()
-assert state.metrics()["espresso/tensors_compressed"] == 0
-state.close()
-other.close()
-dist.destroy_process_group()
-"""
+def train_for_real(rank: int) -> list[str]:
+    """Two models' steps; what was warned of."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from espresso.live.register import register
+    from tests.ddp import Said
+
+    layers = [torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
+    critic = DistributedDataParallel(torch.nn.Linear(64, 8))
+    with Said() as said:
+        states = [register(each, compressor="efsignsgd", ranks_per_node=1) for each in (model, critic)]
+        for _ in range(30):
+            model(torch.randn(8, 64)).square().mean().backward()
+            critic(torch.randn(8, 64)).square().mean().backward()
+        assert states[0].metrics()["espresso/tensors_compressed"] == 0
+        for state in states:
+            state.close()
+    return said.warnings
 
 
 @pytest.mark.slow
-def test_profile_of_a_real_training_script_feeds_the_search(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAINS_FOR_REAL)
-    launch = ("torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
-    done = profile(tmp_path, *launch, script, options=("--json",))
+def test_profile_of_a_real_training_script_feeds_the_search(script: Path, tmp_path: Path, profile: Profile) -> None:
+    """On two ranks with what the command tells a script; the command on one that leaves the same job behind.
+
+    Both in one, through torchrun: the tutorial's commands, which test_docs.py runs.
+    """
+    real = tmp_path / "real.json"
+    told_ranks = {"ESPRESSO_PROFILE_ONLY": "1", "ESPRESSO_JOB_PATH": str(real)}
+    warnings = run_ranks(train_for_real, 2, environment=told_ranks)[0].value
+    assert any("another model's job is written to" in each for each in warnings)
+    assert len(Job.load(tmp_path / "real-2.json").tensors) == 2
+    marker = json.loads((tmp_path / "real.json.registered").read_text())
+    assert marker["steps"] >= marker["needed"] > 0
+    done = profile(sys.executable, script, "register", "copy", real, options=("--json",))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["registered"] is True
@@ -704,8 +738,6 @@ def test_profile_of_a_real_training_script_feeds_the_search(tmp_path: Path) -> N
     assert f"profiled {job['profile']['num_steps']} steps, backward's spread is " in done.stderr
     assert (job["mode"], len(job["tensors"]), job["cluster"]["num_nodes"]) == ("ddp", 4, 2)
     assert len(job["buckets"]) > 1
-    assert "another model's job is written to" in done.stderr
-    assert len(Job.load(tmp_path / "job-2.json").tensors) == 2
     body = printed(espresso("search", tmp_path / "job.json", "-c", "efsignsgd", "--json"))
     assert body["num_tensors"] == 4
     assert body["predicted_us"] <= body["uncompressed_us"]
@@ -761,23 +793,20 @@ def test_links_between_ranks_that_disagree_or_do_not_come_say_so(monkeypatch: py
         refused(espresso("links"), str(error))
 
 
+def links_on(rank: int, *argv: str) -> tuple[int, str, str]:
+    """The command on one of several ranks: its exit status, and what it printed."""
+    result = espresso("links", *argv)
+    return result.exit_code, result.stdout, result.stderr
+
+
 @pytest.mark.slow
-def test_links_under_torchrun_prints_once(tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-    ]
-    argv += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    argv += ["-m", "espresso", "links", "--json", "--ranks-per-node", "1", "-o", str(tmp_path / "links.json")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    body = json.loads(done.stdout)
+def test_links_of_two_ranks_are_printed_once(tmp_path: Path) -> None:
+    """As torchrun starts them."""
+    argv = ("--json", "--ranks-per-node", "1", "-o", str(tmp_path / "links.json"))
+    (status, out, err), other = (outcome.value for outcome in run_ranks(links_on, 2, *argv, init=False))
+    assert status == 0, err
+    assert other == (0, "", "")
+    body = json.loads(out)
     assert (body["num_nodes"], body["ranks_per_node"]) == (2, 1)
     assert {"allreduce", "allgather", "all_to_all"} <= {row["routine"] for row in body["links"]}
     assert all(row["points"] and row["alpha_us"] >= 0 for row in body["links"])
@@ -830,9 +859,8 @@ def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "residuals" in drawn.output
     assert picture.stat().st_size > 1000
-    for budget, spends in (([], True), (["--error-budget", "9"], False)):
-        told = espresso("search", job, "-c", "efsignsgd", "--automatic", *budget)
-        assert ("may go into owing less" in " ".join((told.output + told.stderr).split())) is spends
+    told = espresso("search", job, "-c", "efsignsgd", "--automatic")
+    assert "vectors of up to 16384 elements stay exact" in " ".join((told.output + told.stderr).split())
     slip = espresso("search", job, "-c", "efsignsgd", "--keep-exact", "nosuch.*")
     assert f"no tensor of this model is called 'nosuch.*'; the first is {names[0]!r}" in slip.stderr
     refused(espresso("search", job, "-c", "efsignsgd", "--plot", picture), "--frontier", status=2)

@@ -47,7 +47,7 @@ from espresso.strategies import (
     parse_option,
 )
 from tests.backends import DEVICES, build_for, cuda_device, needs_compiler
-from tests.ddp import agreed, batch, mlp, registered, sgd, strategy_for, wrap
+from tests.ddp import agreed, batch, measure_briefly, mlp, registered, sgd, strategy_for, wrap
 from tests.emulator import EmulatedDevice
 from tests.emulator.streams import TracedStreams, happens_before
 from tests.workers import run_ranks
@@ -633,10 +633,12 @@ def run_registered(rank: int) -> tuple[str, bool, bool, float, list[str]]:
 
     streams = TracedStreams()
     espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    measure_briefly()
     ddp = wrap(mlp(16, 24, 8))
     state = espresso.register(
-        ddp, ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1, compile_beside=False
-    )
+        ddp, ["efsignsgd", "topk:ratio=0.05"], ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1,
+        decide_by=0, compile_beside=False,
+    )  # fmt: skip
     watched = 0
     for step in range(80):
         ddp.zero_grad()

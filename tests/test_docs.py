@@ -31,6 +31,7 @@ import espresso.cpu_offload
 from benchmarks import front_picture
 from espresso.cli import app
 from espresso.compressors import Decoding, ErrorFeedback, PayloadError, registry
+from tests.ddp import measure_briefly
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,7 @@ def test_fences_say_what_they_are(page: Path) -> None:
 
 def run_python(rank: int, blocks: list[str], folder: str) -> None:
     os.chdir(folder)
+    measure_briefly()
     names = {"__name__": "__main__"}
     for block in (SETTING, *blocks):
         exec(compile(block, "a fence", "exec"), names)

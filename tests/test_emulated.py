@@ -19,6 +19,7 @@ from benchmarks.emulated import (
     WorkerError,
     bulk_rate,
     format_rate,
+    launch,
     measure_bulk_rate,
     measure_round_trip,
     open_network,
@@ -290,7 +291,8 @@ def test_workers_get_torchruns_variables_and_their_core(tmp_path: Path) -> None:
         }
 
 
-def test_one_failing_worker_ends_all_and_is_quoted(tmp_path: Path) -> None:
+def test_one_failing_worker_ends_all_and_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
     code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(60)"
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 ended with status 1[\s\S]*the reason"):
@@ -302,7 +304,7 @@ def test_the_deadline_ends_workers_that_ignore_sigterm(tmp_path: Path) -> None:
     code = "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     code += "pathlib.Path(os.environ['PIDS'], str(os.getpid())).touch(); time.sleep(60)"
     with pytest.raises(DeadlineError, match="rank 0, 1"):
-        run_workers(_loopback(2), _python(code), env={"PIDS": str(tmp_path)}, deadline_s=5)
+        run_workers(_loopback(2), _python(code), env={"PIDS": str(tmp_path)}, deadline_s=2.5)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if _is_running(pid)]

@@ -4,6 +4,7 @@ import threading
 import time
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from benchmarks.exchange import (
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
+from espresso.comm.execute import executor
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.execute.failure import StalledError
 from espresso.live.planner import FixedPlanner
@@ -637,7 +639,8 @@ def run_watchdog(rank: int) -> tuple[str, str]:
         return reduce_bucket(exchange.executor, buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0)
 
     give(0).wait()
-    time.sleep(4.0)  # a slow backward pass: nobody waits for us, so no deadline runs
+    with patch.object(executor, "SLACK_S", 0.1):
+        time.sleep(1.5)  # a slow backward pass: nobody waits for us, so no deadline runs
     patient = caught(lambda: give(1).wait())
     broken.wait = threading.Event()
     stuck = caught(give(2).wait)

@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.ddp import (
     sgd,
     wrap,
 )
-from tests.workers import run_ranks
+from tests.workers import Outcome, run_ranks
 
 FATAL_STEP = 4
 PROMPT_S = 15.0
@@ -41,36 +42,51 @@ DEATHS = {
     "between steps": (ALLREDUCE, "none", 1),
 }
 
+AT_ONCE = 4
+"""Worlds that run at the same time: most of their time is waiting."""
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[list[Outcome], float]]]:
+    """What came of each scenario that has ranks of its own, and when the fault was: ``worlds(scenario, *which)``."""
+    at = tmp_path_factory.mktemp("at")
+    begun: dict[tuple[Any, ...], tuple[Future[list[Outcome]], Path]] = {}
+
+    def outcomes_of(*key: Any) -> tuple[list[Outcome], float]:
+        future, path = begun[key]
+        return future.result(), float(path.read_text()) if path.exists() else 0.0
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for scenario, num_ranks, which in (
+            *((train_beside_a_stopped_rank, 3, (victim,)) for victim in (0, 1)),
+            (start_beside_a_stopped_rank, 2, ()),
+            (lose_a_rank_elsewhere, 3, ()),
+            (one_stays_away, 3, ()),
+            *((train_until_death, 4 if case[2] == 2 else 3, (moment,)) for moment, case in DEATHS.items()),
+        ):
+            path = at / str(len(begun))
+            running = pool.submit(run_ranks, scenario, num_ranks, str(path), *which, check=False, deadline_s=120)
+            begun[scenario, *which] = running, path
+        yield outcomes_of
+
 
 @pytest.mark.parametrize("moment", DEATHS)
-def test_a_killed_worker_is_noticed_promptly(moment, tmp_path):
-    option, compressor, ranks_per_node = DEATHS[moment]
-    num_ranks = 4 if ranks_per_node == 2 else 3
-    death = tmp_path / "death"
-    outcomes = run_ranks(
-        train_until_death,
-        num_ranks,
-        moment,
-        (option, compressor, ranks_per_node),
-        str(death),
-        check=False,
-        deadline_s=80,
-    )
+def test_a_killed_worker_is_noticed_promptly(moment, worlds):
+    outcomes, died = worlds(train_until_death, moment)
     assert outcomes[-1].exit_code == -signal.SIGKILL
-    died = float(death.read_text())
     for outcome in outcomes[:-1]:
         assert outcome.error is None, outcome.error
         assert outcome.exit_code == 0, f"rank {outcome.rank} did not exit by itself"
         check_report(outcome.rank, outcome.value)
         assert outcome.value["raised_at"] - died < PROMPT_S
-        assert f"That is rank {num_ranks - 1}: it died" in outcome.value["first"], outcome.value["first"]
+        assert f"That is rank {len(outcomes) - 1}: it died" in outcome.value["first"], outcome.value["first"]
 
 
 def test_a_rank_that_stops_is_waited_for_no_longer_than_the_deadline(played):
     sleeper, *others = [report for report in played(one_rank_sleeps)]
     for rank, report in enumerate(others, start=1):
         check_report(rank, report)
-        assert 2.9 <= report["raised_at"] - sleeper["stopped_at"] < 3.0 + 5.0
+        assert 1.9 <= report["raised_at"] - sleeper["stopped_at"] < 2.0 + 5.0
         assert "Rank 0 is behind: iteration 4 has not begun there" in report["first"], report["first"]
 
 
@@ -98,10 +114,9 @@ def test_a_search_may_take_longer_than_the_time_out(played):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_in_time(victim, tmp_path):
+def test_a_stopped_rank_is_named_in_time(victim, worlds):
     """Rank 0's host runs the job's store, which then answers nobody: connections to it hang."""
-    outcomes = run_ranks(train_beside_a_stopped_rank, 3, victim, str(tmp_path / "at"), check=False, deadline_s=80)
-    stopped_at = float((tmp_path / "at").read_text())
+    outcomes, stopped_at = worlds(train_beside_a_stopped_rank, victim)
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.error is None, outcome.error
@@ -110,23 +125,24 @@ def test_a_stopped_rank_is_named_in_time(victim, tmp_path):
             assert f"Rank {victim} does not answer" in outcome.value["first"], outcome.value["first"]
 
 
-def test_a_start_that_a_rank_does_not_take_part_in(tmp_path):
+def test_a_start_that_a_rank_does_not_take_part_in(worlds):
     """Rank 0 stops after init_process_group: the job's store answers nobody any more."""
-    outcomes = run_ranks(start_beside_a_stopped_rank, 2, str(tmp_path / "at"), check=False, deadline_s=80)
+    outcomes, stopped_at = worlds(start_beside_a_stopped_rank)
     assert outcomes[1].error is None, outcomes[1].error
     text, raised_at = outcomes[1].value
     assert "EspressoError: making process groups took longer than 6 s: a rank does not take part" in text
-    check_time(raised_at - float((tmp_path / "at").read_text()))
+    check_time(raised_at - stopped_at)
 
 
-def test_who_does_not_come_is_named_by_all_others():
-    outcomes = run_ranks(one_stays_away, 3, deadline_s=80)
+def test_who_does_not_come_is_named_by_all_others(worlds):
+    outcomes, _ = worlds(one_stays_away)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
     for outcome in outcomes[:2]:
         assert outcome.value.startswith("LostRankError: rank 2 did not come to espresso.register within 1 s; ")
 
 
-def test_a_collective_outside_espresso_names_who_was_lost():
-    outcomes = run_ranks(lose_a_rank_elsewhere, 3, check=False, deadline_s=80)
+def test_a_collective_outside_espresso_names_who_was_lost(worlds):
+    outcomes, _ = worlds(lose_a_rank_elsewhere)
     for outcome in outcomes[:2]:
         assert outcome.error is None, outcome.error
         assert outcome.value.startswith("LostRankError: a collective outside espresso: RuntimeError"), outcome.value
@@ -210,7 +226,7 @@ def second_try(ddp: torch.nn.Module, rank: int) -> str:
     return "nothing was raised"
 
 
-def train_until_death(rank: int, moment: str, case: tuple[str, str, int], path: str) -> dict[str, Any]:
+def train_until_death(rank: int, path: str, moment: str) -> dict[str, Any]:
     """The last rank kills itself at ``moment`` of step FATAL_STEP."""
 
     def die(*_: Any) -> None:
@@ -227,7 +243,7 @@ def train_until_death(rank: int, moment: str, case: tuple[str, str, int], path: 
         else:
             kill_in_lane(die)
 
-    return train_until_error(rank, case, before_step, timeout_s=60.0)
+    return train_until_error(rank, DEATHS[moment], before_step, timeout_s=60.0)
 
 
 def kill_in_lane(die: Callable[[], None]) -> None:
@@ -241,7 +257,7 @@ def kill_in_lane(die: Callable[[], None]) -> None:
     HostCodec.decode = decode
 
 
-def train_beside_a_stopped_rank(rank: int, victim: int, path: str) -> dict[str, Any]:
+def train_beside_a_stopped_rank(rank: int, path: str, victim: int) -> dict[str, Any]:
     """One rank stops itself, as SIGSTOP from outside would; another ends it when all is said."""
     pids: list[Any] = [None] * 3
     torch.distributed.all_gather_object(pids, os.getpid())
@@ -252,8 +268,13 @@ def train_beside_a_stopped_rank(rank: int, victim: int, path: str) -> dict[str, 
             os.kill(os.getpid(), signal.SIGSTOP)
 
     report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=TIMEOUT_S)
-    if rank == 2:
-        time.sleep(5.0)  # the other survivor may need the victim to stay as it is
+    told = Path(f"{path}.told")
+    if rank != 2:
+        told.touch()
+    else:
+        deadline = time.monotonic() + 20.0
+        while not told.exists() and time.monotonic() < deadline:  # until then the victim has to stay as it is
+            time.sleep(0.05)
         os.kill(pids[victim], signal.SIGKILL)
     return report
 
@@ -275,7 +296,7 @@ def start_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
     return text, raised_at
 
 
-def one_stays_away(rank: int) -> str:
+def one_stays_away(rank: int, path: str) -> str:
     if rank == 2:
         time.sleep(2.5)
         return ""
@@ -286,7 +307,7 @@ def one_stays_away(rank: int) -> str:
     return "nothing was raised"
 
 
-def lose_a_rank_elsewhere(rank: int) -> str:
+def lose_a_rank_elsewhere(rank: int, path: str) -> str:
     """The last rank is gone when the others sum up a loss, in torch's own group."""
     with registered(wrap(mlp(20, 30, 3)), ALLREDUCE, timeout_s=TIMEOUT_S) as state:
         if rank == 2:
@@ -308,9 +329,9 @@ def one_rank_sleeps(rank: int) -> dict[str, Any]:
     def before_step(step: int, ddp: torch.nn.Module) -> None:
         if step == FATAL_STEP and rank == 0:
             stopped[0] = time.time()
-            time.sleep(7.0)
+            time.sleep(5.0)
 
-    report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=3.0)
+    report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=2.0)
     return report | {"stopped_at": stopped[0]}
 
 
@@ -345,13 +366,13 @@ def one_search_takes_long(rank: int) -> str | None:
     find = online_search.find_candidates
 
     def take_long(*arguments: Any) -> Any:
-        time.sleep(5.0)
+        time.sleep(3.2)
         return find(*arguments)
 
     online_search.find_candidates = take_long
     try:
         ddp = wrap(mlp(20, 60, 5))
-        with registered(ddp, strategy="auto", profile_steps=1, timeout_s=3.0) as state:
+        with registered(ddp, strategy="auto", profile_steps=1, timeout_s=2.0) as state:
             for step in range(6):
                 ddp(batch(rank, step, 20)).square().mean().backward()
                 sgd(ddp)

@@ -633,8 +633,9 @@ def as_many_steps(rank: int) -> tuple[int, int, float]:
     model = Tiny()
     short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 40}
     state = espresso.fsdp.hybrid_shard(
-        model, blocks=model.blocks, shards=2, timeout_s=60.0, offload_threads=1, compile_beside=False, **short
-    )
+        model, blocks=model.blocks, shards=2, compressor="efsignsgd", timeout_s=60.0, offload_threads=1,
+        compile_beside=False, **short,
+    )  # fmt: skip
     for step in range(20):
         loss_of(model, rank, step).backward()
         model.zero_grad()
@@ -655,8 +656,9 @@ def decides_again(rank: int) -> list[tuple[int, str, str]]:
     model = Tiny()
     short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
     state = espresso.fsdp.hybrid_shard(
-        model, blocks=model.blocks, shards=2, timeout_s=60.0, offload_threads=1, adapt=True, **short
-    )
+        model, blocks=model.blocks, shards=2, compressor="efsignsgd", timeout_s=60.0, offload_threads=1, adapt=True,
+        **short,
+    )  # fmt: skip
     with told_of_a_change() as seen:
         for step in range(200):  # a race takes as long as it needs to tell its arms apart
             loss_of(model, rank, step).backward()

@@ -222,8 +222,8 @@ def test_errors_of_a_subgroup_name_ranks_of_the_world():
     assert "(a: ranks 1,3; b: ranks 6)" in str(why_flat(nodes("aab"), (1, 3, 6)))
 
 
-def uneven(rank: int) -> tuple[bool, float]:
-    """A step on three ranks and one, with a compressor."""
+def uneven(rank: int) -> tuple[bool, list[float]]:
+    """A step on three ranks and one, with a compressor; the numbers that are in the average."""
     os.environ["GROUP_RANK"] = "0" if rank < 3 else "1"
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
@@ -232,7 +232,7 @@ def uneven(rank: int) -> tuple[bool, float]:
             model(torch.full((2, 64), 1.0 + rank)).sum().backward()
             weight = model.module.weight.grad
             assert weight is not None
-            return state.session.groups.cluster == Cluster(4, 1), float(weight.sum())
+            return state.session.groups.cluster == Cluster(4, 1), weight.unique().tolist()
     finally:
         os.environ["GROUP_RANK"] = str(rank // 2)
 
@@ -250,9 +250,8 @@ def test_what_only_its_members_make_leaves_names_as_they_are():
 
 
 def test_a_job_on_uneven_nodes_runs_flat():
-    answers = POOL.run(uneven)
-    assert answers == [(True, answers[0][1])] * 4
-    assert answers[0][1] > 0
+    # Two rows of 1, 2, 3 and 4: signs lose nothing of gradients that are all alike.
+    assert POOL.run(uneven) == [(True, [5.0])] * 4
 
 
 def run_default_group(rank: int) -> tuple[str, int, str, bool]:

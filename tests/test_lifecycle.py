@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,29 +21,26 @@ DEADLINE_S = 150.0
 
 LAUNCHER = """
 import json, os, signal, sys, time
-import benchmarks.rank_preload  # loaded once instead of twelve times: a minute of a core
+import benchmarks.rank_preload  # loaded once instead of by every program: minutes of a core
 
-folder, deadline_s = sys.argv[1], float(sys.argv[2])
-with open(os.path.join(folder, "programs.json")) as file:
-    programs = json.load(file)
-assert len(os.listdir("/proc/self/task")) == 1, "a thread would not live through the fork"
-running, program = {}, None
-for name, path, environment in programs:
-    pid = os.fork()
-    if pid == 0:
-        program = path
+def is_stopped(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+deadline_s, program = float(sys.argv[1]), None
+while program is None and (folder := sys.stdin.readline().rstrip()):
+    with open(os.path.join(folder, "programs.json")) as file:
+        programs = json.load(file)
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not live through the fork"
+    running = {}
+    for name, path, environment in programs:
+        pid = os.fork()
+        if pid == 0:
+            program = path
+            break
+        running[pid] = name
+    if program is not None:
         break
-    running[pid] = name
-if program is not None:
-    # From here on this is the program: it goes out through the end of the main module, as any other.
-    os.environ.update(environment)
-    for descriptor, ending in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{name}.{ending}", os.O_WRONLY | os.O_CREAT), descriptor)
-    del running, programs
-    with open(program) as file:
-        text = file.read()
-    exec(compile(text, program, "exec"))
-else:
     ended, deadline = {}, time.monotonic() + deadline_s
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -53,11 +51,25 @@ else:
                 os.kill(pid, signal.SIGKILL)
             ended.update(dict.fromkeys(running.values()))
             break
+        elif all(map(is_stopped, running)):  # all others have ended
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
         else:
             time.sleep(0.05)
     with open(os.path.join(folder, "ended.json"), "w") as file:
         json.dump(ended, file)
+    print(folder, flush=True)
+if program is not None:
+    # From here on this is the program: it goes out through the end of the main module, as any other.
+    os.environ.update(environment)
+    for descriptor, ending in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}.{ending}", os.O_WRONLY | os.O_CREAT), descriptor)
+    del running, programs
+    with open(program) as file:
+        text = file.read()
+    exec(compile(text, program, "exec"))
 """
+"""Starts the programs of each folder that it is told of, and waits for their ends."""
 
 SCRIPT = """
 import gc, sys, threading, time, warnings
@@ -226,7 +238,7 @@ AFTER_A_DEATH = {
 
 
 STOPPED = """
-import faulthandler, os, signal, subprocess
+import faulthandler, os, signal
 import torch, torch.distributed as dist
 import espresso
 from espresso.live.codecs import HostCodecs
@@ -238,7 +250,6 @@ dist.init_process_group("gloo")
 ddp = wrap(mlp(20, 60, 5))
 
 def stop(*_):
-    subprocess.Popen(["sh", "-c", f"sleep 30; kill -9 {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 if dist.get_rank() == 1:
@@ -253,18 +264,29 @@ except espresso.EspressoError as error:
 else:
     raise AssertionError("nobody missed rank 1")
 """
-"""Ranks wait for kernels to be compiled, and one of them stops: the others end long before it does."""
+"""Ranks wait for kernels to be compiled, and one of them stops: the others end all the same."""
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
+def launcher() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", LAUNCHER, str(DEADLINE_S)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def ended(
+    launcher: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[int | None, str, str]]]:
     """How both ranks of every program ended: exit code (None: killed at the deadline), output, errors."""
     programs = {name: SCRIPT + textwrap.dedent(ending) for name, ending in ENDINGS.items()}
-    return run_to_their_ends(tmp_path_factory.mktemp("endings"), programs, 2)
+    return run_to_their_ends(launcher, tmp_path_factory.mktemp("endings"), programs, 2)
 
 
 def run_to_their_ends(
-    folder: Path, programs: dict[str, str], num_ranks: int
+    launcher: subprocess.Popen[str], folder: Path, programs: dict[str, str], num_ranks: int
 ) -> dict[str, list[tuple[int | None, str, str]]]:
     """Start all programs at once, each with so many ranks: most of their time is waiting for each other."""
     started = []
@@ -275,13 +297,10 @@ def run_to_their_ends(
         for rank in range(num_ranks):
             started.append((str(folder / f"{number}-{rank}"), str(path), launched(rank, num_ranks, port)))
     (folder / "programs.json").write_text(json.dumps(started))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, "-c", LAUNCHER, str(folder), str(DEADLINE_S)],
-        env=environment,
-        check=True,
-        timeout=DEADLINE_S + 60,
-    )
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    launcher.stdin.write(f"{folder}\n")
+    assert launcher.stdout.readline() == f"{folder}\n", "the launcher has ended"
     codes = json.loads((folder / "ended.json").read_text())
     results: dict[str, list[tuple[int | None, str, str]]] = {name: [] for name in programs}
     for position, (name, _, _) in enumerate(started):
@@ -310,9 +329,11 @@ def test_a_job_ends_cleanly(ended, name):
 
 
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
+def survived(
+    launcher: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[int | None, str, str]]]:
     programs = {name: DEATH + ending for name, (_, ending) in AFTER_A_DEATH.items()}
-    return run_to_their_ends(tmp_path_factory.mktemp("deaths"), programs, 4)
+    return run_to_their_ends(launcher, tmp_path_factory.mktemp("deaths"), programs, 4)
 
 
 @pytest.mark.parametrize("name", AFTER_A_DEATH)
@@ -325,8 +346,8 @@ def test_survivors_of_a_death_end_cleanly(survived, name):
 
 
 @pytest.mark.slow
-def test_survivors_of_a_start_end_though_a_rank_is_stopped(tmp_path):
-    outcomes = run_to_their_ends(tmp_path, {"a start": STOPPED}, 3)["a start"]
+def test_survivors_of_a_start_end_though_a_rank_is_stopped(launcher, tmp_path):
+    outcomes = run_to_their_ends(launcher, tmp_path, {"a start": STOPPED}, 3)["a start"]
     for rank in (0, 2):
         code, _, errors = outcomes[rank]
         assert code == 0, f"rank {rank} ended with {code}:\n{errors}"

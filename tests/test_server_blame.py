@@ -314,7 +314,7 @@ def test_a_worker_that_has_nothing_to_say_is_no_failure_while_it_lives():
 
 def test_a_server_that_compiles_has_time_as_long_as_it_says_that_it_lives():
     def prepare(specs: Any, dtypes: Any) -> None:
-        time.sleep(3.5)
+        time.sleep(2.7)
 
     with serving(1, prepare=prepare) as (transports, _):
         assert Client(transports[0], 1).ask_all(Op.PREPARE, {0: (set(), set())}, 2.0) == {0: None}
