@@ -1,24 +1,19 @@
-"""What holds for every test: kernels, how it is scheduled, and what the garbage collector leaves alone.
+"""What holds for every test: how it is scheduled, and what the garbage collector leaves alone.
 
 PyTorch, Numba and SciPy leave hundreds of thousands of objects behind that live as long as the process.
 
-Files with slow tests come first, and those with many, so that no worker begins one when the others are done. Before
-several workers begin kernels are compiled, once, and not by each of their ranks.
+Files with slow tests come first, and those with many, so that no worker begins one when the others are done.
 """
 
 import atexit
 import gc
-import json
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmarks.python_path import python_path
-from espresso.compressors.registry import compressor_ids
 
 LONG = frozenset(
     f"test_{name}.py"
@@ -37,21 +32,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).with_name("interp
 if hasattr(os, "SCHED_BATCH"):
     with suppress(OSError):  # some containers forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        return
-    searching = {"specs": [], "dtypes": [], "threads": 1, "searches": True}
-    coding = searching | {"specs": compressor_ids(), "dtypes": ["float32"], "searches": False}
-    command = [sys.executable, "-m", "espresso.live.prepare"]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(2)]
-    for process, asked in zip(processes, (searching, coding), strict=True):
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(json.dumps(asked))
-    for process in processes:
-        process.wait()  # what is wrong with one shows in the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
