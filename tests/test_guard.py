@@ -14,7 +14,18 @@ from benchmarks.guard import Lie, Stale, halved, lying, zeroed
 from espresso.compressors.schedule import Schedule
 from espresso.cpu_offload.codec import DecodeCall
 from espresso.cpu_offload.signs import HostSigns
-from espresso.live.guard import _WIDTH, EVERY, MOST_TENSORS, OWED_CHECKS, SIZE, _figures, _why_out, group_names
+from espresso.live.guard import (
+    _WIDTH,
+    EVERY,
+    MOST_TENSORS,
+    OWED_CHECKS,
+    OWN_SIZE,
+    SIZE,
+    _figures,
+    _sketch,
+    _why_out,
+    group_names,
+)
 from espresso.live.patience import Patience
 from espresso.live.sounding import Soundings
 from espresso.live.state import EspressoState
@@ -311,7 +322,7 @@ def test_a_batch_that_is_learnt_does_not_make_what_is_owed_many_gradients(played
 def test_what_all_ranks_owe_alike_is_only_late_and_does_not_count(played):
     seen, own, whole = np.array(played(drifts)).T
     assert len(set(seen)) == 1
-    assert seen[0] == pytest.approx(own.mean(), rel=0.3)
+    assert seen[0] == pytest.approx(own.mean(), rel=0.15)
     assert whole.mean() > 2 * seen[0]
 
 
@@ -319,7 +330,7 @@ def test_what_few_rows_have_most_of_is_seen_as_it_is(played):
     found = {owed for owed, _ in played(uneven)}
     true = np.mean([owed for _, owed in played(uneven)])
     assert len(found) == 1
-    assert found.pop() == pytest.approx(true, rel=0.25)
+    assert found.pop() == pytest.approx(true, rel=0.15)
 
 
 def test_one_of_more_tensors_than_a_check_looks_at_is_confirmed(played):
@@ -408,3 +419,16 @@ def test_groups_are_modules_as_deep_as_there_are_few_of_them():
     assert group_names(["w", "b"]) == {"w": "w", "b": "b"}
     many = [f"blocks.{block}.weight" for block in range(100)]
     assert set(group_names(many).values()) == {"blocks"}
+
+
+def test_what_a_column_or_a_row_has_most_of_is_in_all_groups_of_a_sketch():
+    """Else few of 32 numbers would say how large it is: off by 100 % for 20."""
+    signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), 64 * 256 + 400)
+    draws = np.random.default_rng(1)
+    for place in (np.s_[:, 37], np.s_[37]):
+        values = draws.standard_normal((64, 256)).astype(np.float32) * 0.01
+        values[place] += draws.standard_normal(values[place].shape)
+        found = np.array([_sketch(values.ravel(), signs[at:], OWN_SIZE) for at in range(400)])
+        ratios = np.square(found[:, :-1]).sum(axis=1) / found[:, -1]
+        assert ratios.mean() == pytest.approx(1.0, abs=0.1)
+        assert ratios.std() < 0.35

@@ -353,6 +353,6 @@ class CostModel:
 
 @lru_cache(maxsize=256)
 def measured_as(spec: CompressorSpec) -> tuple[str, ...]:
-    """Where to look for a compressor's costs: what automatic mode adds changes its speed by less than a third."""
+    """Where to look for a compressor's costs: `block` and `least` change its speed by less than a third."""
     base = spec.kept_as("")
     return str(spec), str(base), str(base.without("least").without("block")), spec.name
