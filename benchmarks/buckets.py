@@ -8,6 +8,9 @@ backward is over. Smaller buckets are the way to begin sooner: with one tensor i
 hosts of one core; every size runs the same strategy, all of them in turn, in blocks. What is exposed is recorded: from
 the end of backward until the last average is there. Ratios are to the first size. ``sooner`` is what a hook on each
 parameter would add: how long a gradient is there before its bucket is handed over, the mean over all elements.
+
+``auto`` among the sizes is automatic mode with nothing chosen, which may have DDP's buckets laid anew where it expects
+to gain, beside automatic mode that keeps the 25 MB: its ratios are to that.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ from benchmarks.emulated import format_rate, measure_bulk_rate, open_network, ru
 from benchmarks.exchange import uniform
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.ratios import paired_ratio
-from benchmarks.train import Block, Place, alternate, process_group, run_block
+from benchmarks.train import Block, Place, alternate, have_decided, process_group, run_block
 from espresso.live.observer import GradientClock
 from espresso.strategies import Bucket
 
-CAPS = "25,8,1"
+CAPS = "25,8,1,auto"
 """In MB; 25 is DDP's own."""
+AUTO, AUTO_KEEPS = "auto", "auto, own buckets"
 
 OPTION = "comp > flat.allgather > dec"
 WARM_UP = 6
@@ -46,9 +50,9 @@ WARM_UP = 6
 
 @dataclass
 class Trainee:
-    """A model in buckets of some size."""
+    """A model in buckets of some size, or of automatic mode's choice."""
 
-    cap_mb: float
+    name: str
     workload: Workload
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
@@ -65,13 +69,30 @@ class Trainee:
         self.gradients_ns: deque[dict[str, int]] = deque(maxlen=64)
 
     @classmethod
-    def start(cls, workload: Workload, cap_mb: float, compressor: str) -> Trainee:
+    def start(cls, workload: Workload, name: str, compressor: str) -> Trainee:
         """Wrap and register it."""
         import espresso
 
-        model = DistributedDataParallel(workload.make_model(), bucket_cap_mb=cap_mb)
-        state = espresso.register(model, strategy=uniform(OPTION, compressor))
-        return cls(cap_mb, workload, model, workload.make_optimizer(model), state)
+        if name in (AUTO, AUTO_KEEPS):
+            model = DistributedDataParallel(workload.make_model())
+            state = espresso.register(model, adapt=False)
+            if name == AUTO_KEEPS:
+                state.session.lay_buckets = lambda cap: False
+        else:
+            model = DistributedDataParallel(workload.make_model(), bucket_cap_mb=float(name))
+            state = espresso.register(model, strategy=uniform(OPTION, compressor))
+        return cls(name, workload, model, workload.make_optimizer(model), state)
+
+    @property
+    def base(self) -> str:
+        """What it is compared with; empty: the first."""
+        return AUTO_KEEPS if self.name in (AUTO, AUTO_KEEPS) else ""
+
+    def settle(self, place: Place) -> None:
+        """Steps until it runs what it will be timed with. Every rank calls it."""
+        while not have_decided([self.state]):
+            run_block(partial(self.step, place), place, WARM_UP)
+        run_block(partial(self.step, place), place, WARM_UP)
 
     def step(self, place: Place) -> float:
         """Train one step; returns its seconds."""
@@ -105,23 +126,24 @@ def _sooner_ms(buckets: Sequence[Bucket], handed_us: Sequence[float], ready_ns: 
     return sum(numel * us for numel, us in waits) / sum(numel for numel, _ in waits) / 1e3
 
 
-def work(model: str, caps: Sequence[float], compressor: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+def work(model: str, names: Sequence[str], compressor: str, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Everything of one model; every rank calls it."""
     workload, place = build_workload(model), Place.from_env(None)
-    trainees = [Trainee.start(workload, cap, compressor) for cap in caps]
+    trainees = [Trainee.start(workload, name, compressor) for name in names]
     for trainee in trainees:
-        run_block(partial(trainee.step, place), place, WARM_UP)
+        trainee.settle(place)
     for trainee in alternate(trainees, rounds):
         trainee.block(place, steps)
-    base, rows = trainees[0], []
+    by_name, rows = {one.name: one for one in trainees}, []
     for one in trainees:
+        base = by_name[one.base] if one.base else trainees[0]
         times, exposed = [block.median_step_s for block in one.blocks], one.exposed_ms
         step = paired_ratio(times, [block.median_step_s for block in base.blocks])
         left = paired_ratio(exposed, base.exposed_ms)
         rows.append(
             {
                 "model": model,
-                "cap_mb": one.cap_mb,
+                "buckets": one.name,
                 "num_buckets": len(one.state.session.recorder.flight(1).stretches[0].buckets),
                 "step_ms": 1e3 * statistics.median(times),
                 "step_ratio": [step.low, step.value, step.high],
@@ -137,12 +159,12 @@ def work(model: str, caps: Sequence[float], compressor: str, rounds: int, steps:
 
 def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """For people."""
-    table = Table("model", "cap, MB", "buckets", "step, ms", "x", "exposed, ms", "x", "sooner, ms", title=title)
+    table = Table("model", "buckets, MB", "number", "step, ms", "x", "exposed, ms", "x", "sooner, ms", title=title)
     for row in rows:
         ratios = ("{1:.3f} ({0:.3f} to {2:.3f})".format(*row[key]) for key in ("step_ratio", "exposed_ratio"))
         step, exposed = ratios
         table.add_row(
-            row["model"], f"{row['cap_mb']:g}", str(row["num_buckets"]), f"{row['step_ms']:.1f}", step,
+            row["model"], row["buckets"], str(row["num_buckets"]), f"{row['step_ms']:.1f}", step,
             f"{row['exposed_ms']:.1f}", exposed, f"{row['sooner_ms']:.2f}",
         )  # fmt: skip
     return table
@@ -153,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="mlp,gpt,resnet", help=f"of {', '.join(NAMES)}")
     parser.add_argument(
-        "--caps", default=CAPS, help="DDP's bucket_cap_mb; the first is what the others are compared with"
+        "--caps", default=CAPS, help="DDP's bucket_cap_mb, the others are compared with the first; and auto"
     )
     parser.add_argument("--compressor", default="efsignsgd")
     parser.add_argument("--rate", default="1gbit", help="of the network between the hosts")
@@ -165,9 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.worker is not None:
         torch.set_num_threads(1)
         with process_group(300.0):
-            found = work(
-                given.models, [float(cap) for cap in given.caps.split(",")], given.compressor, given.rounds, given.steps
-            )
+            names = [each for cap in given.caps.split(",") for each in ((AUTO_KEEPS, AUTO) if cap == AUTO else (cap,))]
+            found = work(given.models, names, given.compressor, given.rounds, given.steps)
         if Place.from_env(None).rank == 0:
             given.worker.write_text(json.dumps(found))
         return 0
@@ -175,10 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no model is called {unknown[0]!r}; there are {', '.join(NAMES)}")
     try:
-        if min(float(cap) for cap in given.caps.split(",")) <= 0:
+        if min(float(cap) for cap in given.caps.split(",") if cap != AUTO) <= 0:
             raise ValueError
     except ValueError:
-        parser.error(f"--caps are numbers above zero, with commas between, got {given.caps!r}")
+        parser.error(f"--caps are numbers above zero, or auto, with commas between, got {given.caps!r}")
     rows: list[dict[str, Any]] = []
     raw = given.json.with_suffix(".raw")
     for model in given.models.split(","):

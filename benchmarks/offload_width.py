@@ -4,8 +4,9 @@
 
 The executor's own lanes carry out a row of offloaded encodes, as many partitions of one size, on codecs that share one
 pool of threads. Widths alternate, so that a disturbance hits all. Compressors that split a partition between threads
-gain little; those that take one thread up to a million elements (sparsifiers) gain the pool. The bar: 1.5 times as fast
-with two threads for a sparsifier. The simulated counterpart is in ``tests/test_timeline.py``.
+gain little; those that take one thread up to a million elements (sparsifiers) gain the pool. ``copy`` encodes nothing:
+it is what the memory of this machine gives to as many cores. The bar: 1.5 times as fast with two threads for the first,
+a sparsifier. The simulated counterpart is in ``tests/test_timeline.py``.
 """
 
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -28,7 +30,8 @@ from espresso.live.codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device, Lane
 
 LEAST = 1.5
-COMPRESSORS = "dgc:ratio=0.01;topk:ratio=0.01;threshold;randomk:ratio=0.01;int8;efsignsgd"
+COPY = "copy"
+COMPRESSORS = f"dgc:ratio=0.01;topk:ratio=0.01;threshold;randomk:ratio=0.01;int8;efsignsgd;efsignsgd:block=0;{COPY}"
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -63,11 +66,19 @@ def row(encodes: list[Step], width: int) -> float:
     return took
 
 
+def _copies(elements: int) -> Step:
+    given, kept = np.ones(elements, np.float32), np.ones(elements, np.float32)
+    return partial(np.copyto, kept, given)
+
+
 def measure(spec: str, threads: int, elements: int, partitions: int, rounds: int) -> dict[str, Any]:
     """Width one against as many as there are threads."""
     codecs = HostCodecs(threads)
-    codec = codecs(CompressorSpec.parse(spec), Device.OFFLOAD)
-    encodes = [rehearse(codec, [Segment(f"w{i}", 0, elements)])[0] for i in range(partitions)]
+    if spec == COPY:
+        encodes = [_copies(elements) for _ in range(partitions)]
+    else:
+        codec = codecs(CompressorSpec.parse(spec), Device.OFFLOAD)
+        encodes = [rehearse(codec, [Segment(f"w{i}", 0, elements)])[0] for i in range(partitions)]
     one: list[float] = []
     wide: list[float] = []
     for turn in range(rounds + 1):

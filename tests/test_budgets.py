@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.guard import OWED_CHECKS
 from espresso.live.online_search import OnlineSearch
-from espresso.live.sampler import Sampler
+from espresso.live.sampler import MOST_SAMPLED, Sampler
 from espresso.model.costs import Contention
 from espresso.model.job import SENSITIVITY
 from espresso.model.links import JobError
@@ -975,6 +975,18 @@ def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
     normal = normal_sensitivity([signs]).of(signs, "*")
     assert known.of(signs, "idle") == normal
     assert known.of(signs, "used") > 1.5 * normal
+
+
+def test_of_many_tensors_the_largest_are_sampled_and_no_more_in_all():
+    tensors = [TensorSpec(f"t{number}", (512 + number,)) for number in range(1000)]
+    sampler = Sampler(tensors, 0)
+    sampler.is_on = True
+    for tensor in tensors:
+        bucket = Bucket(0, (Slot(tensor.name, 0, tensor.numel),))
+        sampler.see(torch.ones(tensor.numel), lambda held=bucket: held)
+    samples = sampler.samples()
+    assert {sample.tensor.name for sample in samples} == {f"t{number}" for number in range(744, 1000)}
+    assert sum(sample.values.size for sample in samples) <= MOST_SAMPLED
 
 
 def test_few_rows_say_nothing_of_a_low_rank():

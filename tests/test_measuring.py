@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -374,7 +375,7 @@ def handled(rank: int) -> tuple[float, float]:
         return run(work)
 
     try:
-        usual = min(live_beside.measure_handling(groups, codecs) for _ in range(3))
+        usual = statistics.median(live_beside.measure_handling(groups, codecs) for _ in range(3))
         with patch.object(host, "_run", longer):
             return usual, live_beside.measure_handling(groups, codecs)
     finally:
@@ -385,7 +386,7 @@ def handled(rank: int) -> tuple[float, float]:
 
 def test_what_carrying_a_plan_out_takes_is_what_computations_beside_it_lose(pair):
     for usual_us, longer_us in pair(handled):
-        assert 10 < usual_us < 2000
+        assert 1 < usual_us < 2000
         assert 700 < longer_us - usual_us < 5000  # three tasks for two that compress: 1500 on a quiet machine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import nlargest
 
 import numpy as np
 import torch
@@ -14,19 +15,22 @@ MOST_SAMPLED = 1 << 17
 """Elements of a whole model: measuring ten compressors on as many takes a second or two of one core."""
 
 LEAST_SAMPLED = 64 * RUNS
-"""Of a tensor, if it has as many."""
+"""Of a tensor, if it has as many; so only that many tensors are sampled, the largest. The others count little, and as
+normal numbers."""
 
 
 class Sampler:
-    """Takes the same elements of every tensor in each iteration while it is on; only on rank 0, which decides.
+    """Takes the same elements of every large tensor in each iteration while it is on; only on rank 0, which decides.
 
     Attributes:
         is_on: whether the iteration under way is sampled.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], rank: int) -> None:
-        most = max(MOST_SAMPLED // max(len(tensors), 1), LEAST_SAMPLED)
-        self._tensors = {tensor.name: tensor for tensor in tensors if tensor.numel}
+        some = [tensor for tensor in tensors if tensor.numel]
+        largest = nlargest(MOST_SAMPLED // LEAST_SAMPLED, some, key=lambda tensor: tensor.numel)
+        most = MOST_SAMPLED // max(len(largest), 1)
+        self._tensors = {tensor.name: tensor for tensor in largest}
         self._where = {name: stretches_of(tensor, most) for name, tensor in self._tensors.items()}
         self._taken: dict[str, list[torch.Tensor]] = {name: [] for name in self._tensors}
         self._rank, self.is_on = rank, False
