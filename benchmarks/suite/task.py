@@ -66,9 +66,17 @@ def classifier(
     make: Callable[[], nn.Module],
     batch: Callable[[torch.Generator, int], tuple[tuple[Tensor, ...], Tensor]],
     size: int,
-    rate: float,
+    rate: float = 0.0,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    tested: int = 2048,
 ) -> Task:
-    """A model that says of which class an input is; ``batch`` draws so many inputs and their classes."""
+    """A model that says of which class an input is; ``batch`` draws so many inputs and their classes.
+
+    Args:
+        rate: of Adam, without an ``optimizer``.
+        tested: inputs of the metric.
+    """
 
     def step(models: Sequence[nn.Module], optimizers: Optimizers, step: int, rank: int, world: int) -> float:
         inputs, targets = batch(generator_of(seed, step, rank), size)
@@ -77,7 +85,7 @@ def classifier(
     @torch.no_grad()
     def accuracy(models: Sequence[nn.Module]) -> float:
         # The test is the same for every seed.
-        inputs, targets = batch(generator_of(0, TEST), 2048)
+        inputs, targets = batch(generator_of(0, TEST), tested)
         return float((models[0](*inputs).argmax(1) == targets).float().mean())
 
-    return Task(name, seeded(seed, lambda: [make()]), _adam(rate), step, accuracy)
+    return Task(name, seeded(seed, lambda: [make()]), optimizer or _adam(rate), step, accuracy)

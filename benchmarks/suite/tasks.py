@@ -11,7 +11,7 @@
 | graph       | message passing, sums over nodes   | graphs of four kinds              | accuracy               |
 | gan         | two models that take turns         | 8x8 digits                        | distance, less is more |
 
-Five more are in :mod:`benchmarks.suite.held_out`.
+Eight more are in :mod:`benchmarks.suite.held_out` and :mod:`benchmarks.suite.unseen`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.nn import functional
 from benchmarks.models import Workload, build_workload, digits, seeded
 from benchmarks.suite.held_out import HELD_OUT
 from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of
+from benchmarks.suite.unseen import UNSEEN
 
 WORKLOADS = ("mlp", "resnet", "vit", "gpt", "lstm")
 """Those of :mod:`benchmarks.models`."""
@@ -172,7 +173,9 @@ def _frechet(left: Tensor, right: Tensor) -> float:
     return float(apart + covariance_a.trace() + covariance_b.trace() - 2 * roots)
 
 
-MADE: dict[str, Callable[[int, bool], Task]] = {"recommender": _recommender, "graph": _graph, "gan": _gan} | HELD_OUT
+MADE: dict[str, Callable[[int, bool], Task]] = (
+    {"recommender": _recommender, "graph": _graph, "gan": _gan} | HELD_OUT | UNSEEN
+)
 NAMES = (*WORKLOADS, *MADE)
 
 
