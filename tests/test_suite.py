@@ -1,4 +1,4 @@
-"""The suite: the tasks that it makes itself, in their tiny forms, plain and compressed on two ranks."""
+"""The suite: the tasks that it makes itself, in their tiny forms on two ranks; the GAN, two models, also compressed."""
 
 import os
 

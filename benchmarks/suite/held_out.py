@@ -1,4 +1,4 @@
-"""Tasks that were made when every constant stood: nothing in the project was set by what they showed.
+"""Tasks that were made when every constant stood. Then all that were trained ended outside, and gains were set anew.
 
 | name        | what is different                       | data                             | metric              |
 | ----------- | --------------------------------------- | -------------------------------- | ------------------- |

@@ -144,11 +144,12 @@ class Config:
         error_budget: gradients that automatic mode's strategy may owe, once error feedback has settled: 2 means that
             what a rank keeps back for itself is as large as two gradients (``docs/how_it_decides.md``). None: where
             there are several compressors to choose from 4, with Adam and its kin 2.5; any number for one that was
-            named. With ``adapt`` it is measured too, and what owes more than it may is replaced.
+            named. By a forecast; with ``adapt`` it is measured too, and a strategy that is found to owe more is
+            replaced where the search has a better one.
         residual_budget_mb: the most that residuals may take on a rank, in millions of bytes; to keep to it tensors may
             have theirs in fewer bits than ``residual_dtype`` says. None: any.
-        all_kinds: automatic mode takes the fastest strategy, however many kinds of choices it has; otherwise of those
-            that are nearly as fast the one with the fewest.
+        all_kinds: automatic mode takes the fastest strategy, however many kinds of choices it has; otherwise one that
+            is nearly as fast with fewer.
         exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed
             (biases, norms): there is next to nothing to save on them. 0 leaves none.
         keep_exact: names of tensors that automatic mode never compresses, with ``*`` and ``?``.

@@ -377,7 +377,7 @@ class _LowRank:
 
     A step's scatter is a mix of few matrices, and those of eight steps span so little that a warm start would soon send
     all of it. So its columns change their signs at random from step to step, and the rank stays: forecasts are then
-    mostly .5 to 2 of what is owed in training, and without .2 to .6 of a GPT's (docs/convergence.md). Over many steps
+    1.2 to 6.5 times what is owed in training, without .2 to .6 of a GPT's (docs/convergence.md). Over many steps
     energy spreads over all directions, and what waits for its turn grows with the root of their number: a matrix owes
     as much more than its sampled rows as it has more directions.
     """

@@ -118,11 +118,11 @@ class Settler:
     def settled(self, row: Ranked) -> Settled:
         """The strategy as it may run."""
         before = row = self.priced(row)
+        # What is below plain stays so.
+        limit_us = row.predicted_us * (NEAR if row.predicted_us * NEAR < self.plain_us else 1.0)
         if not self._terms.all_kinds:
-            # What is below plain stays so.
-            limit_us = row.predicted_us * (NEAR if row.predicted_us * NEAR < self.plain_us else 1.0)
             row = self._together(self.priced(self._fewer(row, limit_us)), limit_us)
-        row = self._wider(row, row.predicted_us * NEAR)
+        row = self._wider(row, limit_us)
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
     def priced(self, row: Ranked) -> Ranked:
