@@ -42,7 +42,7 @@ from espresso.search.local_search import Effort
 from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import relax
 from espresso.search.search import BudgetError, _merged_too, lay_out, replan, search
-from espresso.search.settle import Settler, is_rider, kinds_of
+from espresso.search.settle import SIMPLE, Settler, is_rider, kinds_of
 from espresso.search.space import space_of
 from espresso.search.terms import AUTOMATIC, HARMLESS, MB, NEAR, Terms
 from espresso.strategies import (
@@ -320,10 +320,10 @@ def test_a_short_sample_of_a_long_tensor_is_not_raw():
         assert found.of(above, "short") == 0
 
 
-def brute_force(job, few, ledger):
+def brute_force(job, few, ledger, payload=tenth):
     """The least makespan of all strategies within the budgets."""
     units = units_of(job)
-    evaluator = Evaluator(job, units, 0, tenth)
+    evaluator = Evaluator(job, units, 0, payload)
     numbers = [[evaluator.candidates.number(unit.size, leaf) for leaf in few] for unit in units]
     best = np.inf
     for row in itertools.product(*numbers):
@@ -417,6 +417,41 @@ def test_small_jobs_end_within_two_percent_of_brute_force_under_both_budgets(see
     assert result.residual_bytes <= memory * (1 + 1e-9)
     assert result.lower_bound_us <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= result.predicted_us <= 1.02 * best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_three_families_small_jobs_end_within_two_percent_too(seed):
+    """Of an error budget that a cast, bytes and signs share, four tensors, two options of each: 2401 strategies."""
+    rng = np.random.default_rng(100 + seed)
+    int8 = CompressorSpec("int8")
+    specs, part = (TOY, FP16, int8), {TOY: 30, FP16: 2, int8: 4}
+
+    def payload(spec, elements, dtype, segments):
+        return -(-4 * elements // part[spec])
+
+    sizes, gaps = rng.choice([5000, 20_000, 60_000], 4), rng.integers(0, 400, 4)
+    costs = sum((compute(*rng.uniform(0.3, 3, 2), name=spec.name) for spec in specs), ())
+    beta = float(rng.uniform(1, 12))
+    job = make_job(sizes.tolist(), [0, *gaps[1:].tolist()], alpha=20.0, beta=beta, costs=costs, cluster=Cluster(4, 1))
+    owed = {TOY: (1.0, 3.0), FP16: (0.001, 0.01), int8: (0.02, 0.2)}
+    losses = Sensitivity({spec: {t.name: float(rng.uniform(*owed[spec])) for t in job.tensors} for spec in specs})
+    error = float(rng.uniform(0.1, 2.0))
+    few = [PLAIN, *(replace(choice, compressor=spec) for choice in leaves_in(job) for spec in specs)]
+    best = brute_force(job, few, ledger_of(job, specs, losses, error), payload)
+    allowed = {str(choice.option) for choice in few}
+    forbidden = sorted({str(c.option) for c in every_choice(job, specs)} - allowed)
+    terms = Terms(error, constraints=Constraints(forbid=tuple(forbidden)))
+    result = search(job, specs, terms=terms, sensitivity=losses, partitions=(0,), payload=payload)
+    assert result.error <= error * (1 + 1e-9)
+    assert result.lower_bound_us <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= result.predicted_us <= NEAR * best
+
+
+def test_the_simple_strategy_is_of_a_compressor_that_the_budget_allows_for_everything():
+    found = search(mixed_job(), [TOY, FP16], terms=Terms(0.3, races=True), sensitivity=LOSSES, payload=two_sizes)
+    assert {c.compressor for c in found.strategy.choices.values()} >= {TOY, FP16}
+    (simple,) = (row for row in found.alternatives if row.name == SIMPLE)
+    assert {choice.compressor for choice in simple.strategy.choices.values()} == {FP16}
 
 
 def test_what_options_keep_is_what_the_executor_will_allocate():

@@ -49,7 +49,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     cap = result.strategy.bucket_cap_mb
     plain = replace(plain, strategy=replace(plain.strategy, bucket_cap_mb=cap))
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
-    if terms.races and (simple := settler.simplest(result)) is not None:
+    if terms.races and (simple := settler.simplest(result, space.specs)) is not None:
         rows = [*rows[:MAX_CANDIDATES], simple]
     # In a race plain DDP stands for all that compress nothing.
     may_be_raw = terms.constraints.force or not terms.races

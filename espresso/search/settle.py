@@ -31,6 +31,7 @@ from espresso.strategies import (
     RESIDUAL_DTYPES,
     Bucket,
     Choice,
+    CompressorSpec,
     Device,
     Mode,
     Strategy,
@@ -250,12 +251,14 @@ class Settler:
 
     # -- the simple strategy -------------------------------------------------------------------------
 
-    def simplest(self, result: SearchResult) -> Ranked | None:
-        """Everything compressed once by the compressor that holds most, and exchanged in one routine, in one piece.
+    def simplest(self, result: SearchResult, offered: Sequence[CompressorSpec]) -> Ranked | None:
+        """Everything compressed once by one compressor, and exchanged in one routine, in one piece.
+
+        By the compressor that holds most, or where that takes several rounds or a budget rules it out by the one that
+        is predicted to be fastest of those ``offered`` that may.
 
         Returns:
-            The strategy, or None where a budget rules it out, where the search compressed nothing, or where that
-            compressor takes several rounds.
+            The strategy, or None where the search compressed nothing, or where no compressor may.
         """
         strategy = result.chosen.strategy
         used = Counter(
@@ -264,17 +267,23 @@ class Settler:
         )  # fmt: skip
         if not used:
             return None
-        spec = max(sorted(used, key=str), key=lambda one: used[one])
-        traits = create_compressor(spec).traits
+        most = max(sorted(used, key=str), key=lambda one: used[one])
+        row = self._everything(result, most)
+        if row is None:
+            others = [self._simulated(other) for spec in offered if (other := self._everything(result, spec))]
+            row = min(others, key=lambda one: one.predicted_us, default=None)
+        return None if row is None else self.priced(row)
+
+    def _everything(self, result: SearchResult, spec: CompressorSpec) -> Ranked | None:
+        strategy, traits = result.chosen.strategy, create_compressor(spec).traits
         if traits.rounds > 1 or Device.TRAINING not in self._job.costs.devices(spec):
             return None
         choice = Choice(parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT), spec)
         changes = {name: choice if self._may(name, choice) else c for name, c in strategy.choices.items()}
         whole = replace(self._apart(strategy).with_choices(changes), partition_bytes=0)
-        row = replace(result.chosen, name=SIMPLE, strategy=whole, job=self._job)
-        if not self._ledger.allows(row.strategy.choices):
+        if not self._ledger.allows(whole.choices):
             return None
-        return self.priced(row)
+        return replace(result.chosen, name=SIMPLE, strategy=whole, job=self._job)
 
 
 def racers(rows: Sequence[Ranked]) -> tuple[Ranked, ...]:
