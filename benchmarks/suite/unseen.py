@@ -76,7 +76,7 @@ class Outline(nn.Module):
 
     def forward(self, picture: Tensor) -> Tensor:
         """(batch, side, side) to logits (batch, 3, side, side)."""
-        held, kept = picture[:, None], []
+        held, kept = picture[:, None], list[Tensor]()
         for block in self.down:
             held = block(held if not kept else functional.max_pool2d(held, 2))
             kept.append(held)
