@@ -83,6 +83,9 @@ BAND, CAST_BAND = 0.02, 0.15
 """``lost`` above this is out: of compressors with error feedback, whose only loss is rounding, and of casts."""
 
 FLOAT32_EPS = 2.0**-23
+ROUNDED = 4
+"""Roundings of what is owed in a step for which ``lost`` has room: where gradients vanish, once all is learnt by heart,
+they are what is left."""
 
 ROUNDING = {FULL: 0.0, "bf16": 2.0**-6, "int8": 2.0**-3}
 """Residuals kept narrowly lose up to this part of themselves in a step."""
@@ -437,7 +440,7 @@ def _figures(rows: Array, num_ranks: int, eps: Array) -> Array:
     sent, of_owed = _square(averages), _square(owed)
     exact = np.maximum(_square(given), 1e-300)
     part = np.where(square > 0, sent / np.maximum(of_owed, 1e-300), 1.0)
-    rounding = eps * np.sqrt(sent) + FLOAT32_EPS * np.sqrt(of_owed)
+    rounding = eps * np.sqrt(sent) + ROUNDED * FLOAT32_EPS * np.sqrt(of_owed)
     lost, deviation = _square(averages - (owed - after)), _square(averages - given)
     apart = np.maximum(squares / num_ranks - sent, 0.0)
     return np.stack((lost, deviation, exact, square, kept, part, rounding, apart))
