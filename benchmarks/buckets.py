@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no model is called {unknown[0]!r}; there are {', '.join(NAMES)}")
     try:
-        if min(float(cap) for cap in given.caps.split(",") if cap != AUTO) <= 0:
+        if any(float(cap) <= 0 for cap in given.caps.split(",") if cap != AUTO):
             raise ValueError
     except ValueError:
         parser.error(f"--caps are numbers above zero, or auto, with commas between, got {given.caps!r}")

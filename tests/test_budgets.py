@@ -448,8 +448,9 @@ def test_of_three_families_small_jobs_end_within_two_percent_too(seed):
 
 
 def test_the_simple_strategy_is_of_a_compressor_that_the_budget_allows_for_everything():
-    found = search(mixed_job(), [TOY, FP16], terms=Terms(0.3, races=True), sensitivity=LOSSES, payload=two_sizes)
-    assert {c.compressor for c in found.strategy.choices.values()} >= {TOY, FP16}
+    found = search(mixed_job(), [TOY, FP16], terms=Terms(0.6, races=True), sensitivity=LOSSES, payload=two_sizes)
+    held = [choice.compressor for choice in found.strategy.choices.values()]
+    assert held.count(TOY) > held.count(FP16) > 0, "of all tensors it would owe too much"
     (simple,) = (row for row in found.alternatives if row.name == SIMPLE)
     assert {choice.compressor for choice in simple.strategy.choices.values()} == {FP16}
 
