@@ -211,9 +211,9 @@ def _replaced(path: Path, data: bytes) -> bool:
 
 
 def _may_go(path: Path, there: os.stat_result) -> bool:
-    """Whether another file may take its place: it is no device, pipe or link, has one name, and is the user's own."""
+    """Whether another file may take its place: it is no device, pipe or link, has no second name, is the user's own."""
     is_own = there.st_uid == os.geteuid() and os.access(path, os.W_OK)
-    return stat.S_ISREG(there.st_mode) and there.st_nlink == 1 and is_own
+    return stat.S_ISREG(there.st_mode) and there.st_nlink <= 1 and is_own  # 0: another has taken its place since
 
 
 # JSON values to what they mean.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ from espresso.comm.parameter_server.join import _uses_mpi
 from espresso.fsdp.registration import _of_shards
 from espresso.launch import main
 from espresso.live import observe, state
+from espresso.live.artifacts import tell_profile
 from espresso.live.checkpoint import Checkpoint
 from espresso.strategies import Cluster, Strategy, StrategyError, TensorSpec
 from tests.ddp import Played, batch, mlp, wrap
@@ -93,6 +95,25 @@ def test_profile_is_told_the_steps_of_this_run(tmp_path: Path) -> None:
         assert [each["steps"] for each in marks] == [*range(13), 12]
         assert {each["needed"] for each in marks} == {12}
         assert {each["writes_here"] for each in marks} == {end["written"]} == {outcome.rank == 0}
+
+
+def test_what_two_nodes_tell_at_one_place_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPRESSO_JOB_PATH", str(tmp_path / "job.json"))
+    marker = tmp_path / "job.json.registered"
+    bodies = [{"steps": 1, "writes_here": False}, {"steps": 1, "writes_here": True}]
+    tell_profile(**bodies[0])
+
+    def tell(body: dict[str, Any]) -> None:
+        for _ in range(500):
+            tell_profile(**body)
+
+    with ThreadPoolExecutor(2) as nodes:
+        telling = [nodes.submit(tell, body) for body in bodies]
+        while not all(each.done() for each in telling):
+            assert json.loads(marker.read_text()) in bodies
+        for each in telling:
+            each.result()
+    assert os.listdir(tmp_path) == [marker.name]
 
 
 # -- signals of espresso profile ---------------------------------------------------------------------

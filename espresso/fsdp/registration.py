@@ -21,7 +21,7 @@ from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.meeting import stay_away
 from espresso.fsdp.front import Front
 from espresso.fsdp.private import Unit, units_of
-from espresso.live.artifacts import measures_nothing
+from espresso.live.artifacts import tell_profile
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
 from espresso.live.names import BoundModel, dtype_name, named_gradients
@@ -82,7 +82,7 @@ def register(
         for unit in units:
             unit.free()
             unit.hook(partial(_average, group), _Native(state, unit))
-        measures_nothing(f"espresso is off ({why_off()})")
+        tell_profile(why_not=f"espresso is off ({why_off()})")
         return state.bind(bound).turn_off(why_off())  # bound: a checkpoint says of which model it is
     state.bind(bound).start()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import weakref
@@ -17,7 +16,7 @@ import torch
 from espresso.comm.groups import Groups
 from espresso.model.job import Job
 from espresso.show.trace_events import write_history
-from espresso.strategies import Strategy
+from espresso.strategies import Strategy, fields
 
 logger = logging.getLogger("espresso")
 
@@ -107,30 +106,9 @@ class Artifacts:
             self._has_warned = True
 
 
-def measures_nothing(why: str) -> None:
-    """Tell ``espresso profile`` that the script registered, and that there will be no job."""
+def tell_profile(**told: Any) -> None:
+    """Tell ``espresso profile`` on this node that the script is registered: fields of that command's ``Marker``."""
     asked = os.environ.get(_JOB_PATH)
     if asked:
         with suppress(OSError):
-            Path(asked + ".registered").write_text(json.dumps({"why_not": why}), encoding="utf-8")
-
-
-class ProfileMarks:
-    """Tells ``espresso profile`` on this node how far the script came, and who writes the job.
-
-    Args:
-        is_told: whether this rank tells it.
-        needed: iterations until the job is measured.
-    """
-
-    def __init__(self, *, is_told: bool, needed: int, groups: Groups) -> None:
-        self._asked = os.environ.get(_JOB_PATH) if is_told else None
-        # Rank 0 writes job.json: whether that is this node's affair.
-        self._body = {"needed": needed, "writes_here": groups.rank == 0}
-
-    def mark(self, steps: int) -> None:
-        """So many iterations are done."""
-        if self._asked:
-            with suppress(OSError):
-                told = json.dumps({"steps": steps, **self._body})
-                Path(self._asked + ".registered").write_text(told, encoding="utf-8")
+            fields.save(asked + ".registered", told)  # whole: ranks of two nodes may share the place

@@ -15,7 +15,7 @@ from espresso.comm.environment import read_environment, told_world_size
 from espresso.comm.errors import EspressoError, TopologyError, UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.comm.meeting import stay_away
-from espresso.live.artifacts import measures_nothing
+from espresso.live.artifacts import tell_profile
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.names import BoundModel
@@ -53,7 +53,7 @@ def register(
     if not isinstance(ddp_model, DistributedDataParallel):
         why = why_off() or ("one process without DDP" if _is_alone() else "")
         if why:
-            measures_nothing(f"espresso is off ({why})" if why_off() else why)
+            tell_profile(why_not=f"espresso is off ({why})" if why_off() else why)
             if not why_off():
                 _warn_of_others()
             state = EspressoState(compressor, strategy, None, grad_scaler, **config)
@@ -77,7 +77,7 @@ def register(
         with suppress(EspressoError, ValueError, TypeError):
             state.bind(ddp_model)
         stay_away(group)
-        measures_nothing(f"espresso is off ({why_off()})")
+        tell_profile(why_not=f"espresso is off ({why_off()})")
         return state
     state.bind(ddp_model).start()
     try:

@@ -34,7 +34,7 @@ from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
 from espresso.live.agreement import agree, agree_on_epoch, check_replicas
-from espresso.live.artifacts import Artifacts, ProfileMarks, measures_nothing, own_folder
+from espresso.live.artifacts import Artifacts, own_folder, tell_profile
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import FixedPlanner, Verdict
@@ -223,7 +223,7 @@ class Session:
         if groups.num_ranks == 1:
             logger.info("one rank: there is nothing to exchange, gradients stay as they are")
             if profile_only:
-                measures_nothing("one rank has no links to others; start the script with two or more")
+                tell_profile(why_not="one rank has no links to others; start the script with two or more")
             return FixedPlanner(plain, groups, verdict=Verdict("plain", "one rank: there is nothing to exchange"))
         self._plain = Assignment(plain)
         self.search = self._make_search()
@@ -253,7 +253,8 @@ class Session:
         groups = self.groups
         goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
         steps, needed = decider.measuring(step)
-        ProfileMarks(is_told=self.profile_only and goes_first, needed=needed, groups=groups).mark(steps)
+        if self.profile_only and goes_first:
+            tell_profile(steps=steps, needed=needed, writes_here=groups.rank == 0)
 
     def others_race(self) -> int:
         """For how many iterations more other jobs of this process will race."""
