@@ -215,6 +215,15 @@ def test_advice_compares_like_with_like():
     assert first != turned
 
 
+def test_advice_keeps_to_the_terms():
+    """Where everything has to travel as it is, what a link takes is most of a step, and buckets change little of it."""
+    job = ddp_job([MIB] * 8, [0, *[100] * 7], beta=8.0, costs=compute(0.01, 0.01))
+    exact = Terms(constraints=Constraints(keep_exact=("*",)))
+    for terms, advised in ((None, 1), (exact, None)):
+        found = advised_bucket_cap(job, [TOY], search(job, TOY, terms=terms), (1, 4, 100), terms)
+        assert (found and found.bucket_cap_mb) == advised
+
+
 @pytest.mark.parametrize(("handling_us", "advised"), [(0.0, None), (10_000.0, 4)])
 def test_a_bucket_costs_what_carrying_it_out_takes(handling_us, advised):
     job = rebucketed(ddp_job([MIB] * 8, [0, *[3000] * 7], beta=40.0), 1)

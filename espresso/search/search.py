@@ -26,7 +26,7 @@ from espresso.search.candidates import Leaves, Unit, partition_sizes, units_for
 from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.finish import settled
-from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
+from espresso.search.local_search import REPLAN_EFFORT, Effort
 from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
@@ -156,15 +156,16 @@ def advised_bucket_cap(
     compressors: Sequence[CompressorSpec],
     result: SearchResult,
     caps: Sequence[float],
+    terms: Terms | None = None,
 ) -> CapRow | None:
     """A bucket size of DDP that gains 2 % over the job's own.
 
-    Like is compared with like: buckets are handed over with their last gradient, and one search, without improvement
-    and terms, sees them all.
+    Like is compared with like: buckets are handed over with their last gradient, and one search, within the same terms,
+    sees them all.
     """
 
     def found_in(other: Job, cap: float | None) -> CapRow:
-        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,), certified=False)
+        found = search(other, compressors, partitions=(0,), terms=terms, certified=False)
         return CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
 
     others = {cap: rebucketed(job, cap) for cap in caps}
