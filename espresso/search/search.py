@@ -26,7 +26,7 @@ from espresso.search.candidates import Leaves, Unit, partition_sizes, units_for
 from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.finish import settled
-from espresso.search.local_search import REPLAN_EFFORT, Effort
+from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
@@ -160,22 +160,22 @@ def advised_bucket_cap(
 ) -> CapRow | None:
     """A bucket size of DDP that gains 2 % over the job's own.
 
-    Like is compared with like: buckets are handed over with their last gradient, and one search, within the same terms,
-    sees them all.
+    Like is compared with like: buckets are handed over with their last gradient, and one search, within the same terms
+    and without improvement, sees them all. What is best by it is searched to the end, as the job itself was.
     """
 
-    def found_in(other: Job, cap: float | None) -> CapRow:
-        found = search(other, compressors, partitions=(0,), terms=terms, certified=False)
-        return CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
+    def found_in(other: Job, effort: Effort | None = NO_EFFORT) -> SearchResult:
+        return search(other, compressors, effort=effort, partitions=(0,), terms=terms, certified=False)
 
-    others = {cap: rebucketed(job, cap) for cap in caps}
-    rows = [found_in(other, cap) for cap, other in others.items() if held(other) != held(job)]
-    if not rows:
+    laid = {cap: rebucketed(job, cap) for cap in caps}
+    quick = {cap: found_in(other).predicted_us for cap, other in laid.items() if held(other) != held(job)}
+    own = found_in(in_buckets(job, job.laid_out)).predicted_us
+    cap = min(quick, key=quick.__getitem__, default=None)
+    if cap is None or NEAR * quick[cap] >= own:
         return None
-    own = found_in(in_buckets(job, job.laid_out), None)
-    own = replace(own, predicted_us=min(own.predicted_us, result.predicted_us))
-    best = min(rows, key=lambda row: row.predicted_us)
-    return best if NEAR * best.predicted_us < own.predicted_us else None
+    best = found_in(laid[cap], None)
+    row = CapRow(cap, len(laid[cap].laid_out), best.predicted_us, best.uncompressed_us)
+    return row if NEAR * row.predicted_us < min(own, result.predicted_us) else None
 
 
 @_collector_waits()
