@@ -1,9 +1,12 @@
 """DDP's bucket size as a dimension of the search, and replanning."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from espresso.live.online_search import OnlineSearch
 from espresso.model.bucket_caps import as_asked, caps_for, in_buckets, rebucketed
 from espresso.model.costs import Contention, CostModel
 from espresso.model.job import Job
@@ -219,9 +222,10 @@ def test_advice_keeps_to_the_terms():
     """Where everything has to travel as it is, what a link takes is most of a step, and buckets change little of it."""
     job = ddp_job([MIB] * 8, [0, *[100] * 7], beta=8.0, costs=compute(0.01, 0.01))
     exact = Terms(constraints=Constraints(keep_exact=("*",)))
-    for terms, advised in ((None, 1), (exact, None)):
-        found = advised_bucket_cap(job, [TOY], search(job, TOY, terms=terms), (1, 4, 100), terms)
-        assert (found and found.bucket_cap_mb) == advised
+    for terms, advised in ((Terms(), 1), (exact, None)):
+        online: Any = SimpleNamespace(_groups=SimpleNamespace(beside=None), _offered=[TOY], _terms=terms)
+        OnlineSearch._advise_bucket_size(online, job, search(job, TOY, terms=terms))
+        assert online.bucket_cap_mb == advised
 
 
 @pytest.mark.parametrize(("handling_us", "advised"), [(0.0, None), (10_000.0, 4)])
