@@ -9,10 +9,11 @@ import pytest
 from espresso.live.online_search import OnlineSearch
 from espresso.model.bucket_caps import as_asked, caps_for, in_buckets, rebucketed
 from espresso.model.costs import Contention, CostModel
-from espresso.model.job import Job
+from espresso.model.job import Job, JobError
 from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
 from espresso.model.timeline import simulate
+from espresso.search.local_search import NO_EFFORT
 from espresso.search.search import advised_bucket_cap, lay_out, replan, search
 from espresso.search.settle import Settler, is_rider
 from espresso.search.terms import Terms
@@ -226,6 +227,31 @@ def test_advice_keeps_to_the_terms():
         online: Any = SimpleNamespace(_groups=SimpleNamespace(beside=None), _offered=[TOY], _terms=terms)
         OnlineSearch._advise_bucket_size(online, job, search(job, TOY, terms=terms))
         assert online.bucket_cap_mb == advised
+
+
+def test_what_is_advised_was_searched_to_the_end_within_the_budget():
+    names = ("efsignsgd", "dgc:ratio=0.01", "twobit")
+    costs = [cost for name in names for cost in compute(0.001, 0.001, name=name)]
+    job = ddp_job([MIB] * 8, [0, *[1000] * 7], beta=30.0, costs=tuple(costs))
+    specs, terms = [CompressorSpec.parse(name) for name in names], Terms(error_budget=6.0)
+    found = advised_bucket_cap(job, specs, search(job, specs, terms=terms), (1, 4, 100), terms)
+    assert found is not None
+    whole, glance = (
+        search(rebucketed(job, found.bucket_cap_mb), specs, terms=terms, effort=effort) for effort in (None, NO_EFFORT)
+    )
+    assert whole.error <= 6.0
+    assert found.predicted_us == pytest.approx(whole.predicted_us)
+    assert found.predicted_us < 0.9 * glance.predicted_us, "a mixture, which is no part of a glance"
+
+
+def test_buckets_in_which_nothing_keeps_to_the_terms_are_no_advice():
+    job = ddp_job([MIB] * 8, [0, *[100] * 7], beta=8.0, costs=compute(0.01, 0.01))
+    terms = Terms(error_budget=0.0, constraints=Constraints(force={"*": str(TOY)}))
+    with pytest.raises(JobError):
+        search(job, TOY, terms=terms)
+    online: Any = SimpleNamespace(_groups=SimpleNamespace(beside=None), _offered=[TOY], _terms=terms)
+    OnlineSearch._advise_bucket_size(online, job, search(job, TOY))
+    assert (online.bucket_cap_mb, online.advice) == (None, "")
 
 
 @pytest.mark.parametrize(("handling_us", "advised"), [(0.0, None), (10_000.0, 4)])

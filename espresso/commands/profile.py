@@ -150,7 +150,7 @@ def _of_other_models(job_path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Marker:
-    """What the state leaves when it is registered. Empty: it cannot be read."""
+    """What the state leaves when it is registered; as it is by default where that cannot be read."""
 
     steps: int = 0
     needed: int = 0

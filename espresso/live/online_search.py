@@ -403,7 +403,9 @@ class OnlineSearch:
 
         if self._groups.beside is not None:
             return  # buckets are modules
-        found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB, self._terms)
+        found = None
+        with suppress(JobError):  # in other buckets nothing may keep to the terms
+            found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB, self._terms)
         self.advice, self.bucket_cap_mb = "", None if found is None else found.bucket_cap_mb
         if found is not None:
             self.advice = (

@@ -21,7 +21,7 @@ def rehearse() -> None:
     for cores, in_flight in ((None, 1), (2.0, 8)):
         job = _job(Contention(cores), in_flight)
         found = search(job, [SPEC], sensitivity=Sensitivity({SPEC: {EVERY: 1.0}}), terms=_TERMS)
-        advised_bucket_cap(job, [SPEC], found, (0.1,))
+        advised_bucket_cap(job, [SPEC], found, (0.1,), _TERMS)
 
 
 def _job(contention: Contention, in_flight: int) -> Job:

@@ -160,22 +160,31 @@ def advised_bucket_cap(
 ) -> CapRow | None:
     """A bucket size of DDP that gains 2 % over the job's own.
 
-    Like is compared with like: buckets are handed over with their last gradient, and one search, within the same terms
-    and without improvement, sees them all. What is best by it is searched to the end, as the job itself was.
+    Like is compared with like: buckets are handed over with their last gradient, and one search within the same terms
+    sees them all, first without improvement (and so without most mixtures, which a budget may need). What is best by
+    that is searched to the end, as the job itself was.
+
+    Raises:
+        JobError: in buckets of some size nothing that is found at a glance keeps to the terms.
     """
+    partitions = None if terms is None else terms.partitions
 
-    def found_in(other: Job, effort: Effort | None = NO_EFFORT) -> SearchResult:
-        return search(other, compressors, effort=effort, partitions=(0,), terms=terms, certified=False)
+    def glance(other: Job) -> float:
+        return search(
+            other, compressors, effort=NO_EFFORT, partitions=partitions or (0,), terms=terms, certified=False
+        ).predicted_us
 
-    laid = {cap: rebucketed(job, cap) for cap in caps}
-    quick = {cap: found_in(other).predicted_us for cap, other in laid.items() if held(other) != held(job)}
-    own = found_in(in_buckets(job, job.laid_out)).predicted_us
-    cap = min(quick, key=quick.__getitem__, default=None)
-    if cap is None or NEAR * quick[cap] >= own:
+    laid = {cap: other for cap in caps if held(other := rebucketed(job, cap)) != held(job)}
+    if not laid:
         return None
-    best = found_in(laid[cap], None)
-    row = CapRow(cap, len(laid[cap].laid_out), best.predicted_us, best.uncompressed_us)
-    return row if NEAR * row.predicted_us < min(own, result.predicted_us) else None
+    seen = {cap: glance(other) for cap, other in laid.items()}
+    best = min(seen, key=seen.__getitem__)
+    own = glance(in_buckets(job, job.laid_out))
+    if NEAR * seen[best] >= own:
+        return None
+    found = search(laid[best], compressors, partitions=partitions, terms=terms, certified=False)
+    row = CapRow(best, len(laid[best].laid_out), found.predicted_us, found.uncompressed_us)
+    return row if NEAR * row.predicted_us < min(own, _as_others_us(result)) else None
 
 
 @_collector_waits()
@@ -243,14 +252,19 @@ def _asking(bucket_cap_mb: float | None, result: SearchResult) -> SearchResult:
     return replace(result, chosen=chosen, alternatives=tuple(others))
 
 
+def _as_others_us(own: SearchResult) -> float:
+    """What is chosen for a job's own buckets takes where they are handed over as others would be, with their last
+    gradient: measured buckets come later.
+    """
+    job = in_buckets(own.chosen.job, own.chosen.job.laid_out)
+    return min(own.predicted_us, replace(own.chosen, job=job).timeline.iteration_us)
+
+
 def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
     """The best bucket size's result; the job's own buckets stay unless another gains something."""
     own = results[0]
-    # As others are: handed over with their last gradient. Measured buckets come later.
-    job = in_buckets(own.chosen.job, own.chosen.job.laid_out)
-    own_us = min(own.predicted_us, replace(own.chosen, job=job).timeline.iteration_us)
     best = min(range(len(results)), key=lambda index: results[index].predicted_us)
-    if results[best].predicted_us > own_us / NEAR:
+    if results[best].predicted_us > _as_others_us(own) / NEAR:
         best = 0
     found = results[best]
     rows = tuple(
