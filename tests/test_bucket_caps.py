@@ -219,14 +219,20 @@ def test_advice_compares_like_with_like():
     assert first != turned
 
 
-def test_advice_keeps_to_the_terms():
-    """Where everything has to travel as it is, what a link takes is most of a step, and buckets change little of it."""
-    job = ddp_job([MIB] * 8, [0, *[100] * 7], beta=8.0, costs=compute(0.01, 0.01))
-    exact = Terms(constraints=Constraints(keep_exact=("*",)))
-    for terms, advised in ((Terms(), 1), (exact, None)):
-        online: Any = SimpleNamespace(_groups=SimpleNamespace(beside=None), _offered=[TOY], _terms=terms)
-        OnlineSearch._advise_bucket_size(online, job, search(job, TOY, terms=terms))
-        assert online.bucket_cap_mb == advised
+EXACT = Terms(constraints=Constraints(keep_exact=("*",)))
+
+
+@pytest.mark.parametrize(
+    ("gap_us", "beta", "terms", "says", "lays"),
+    [(100, 8.0, Terms(), 1, 1), (100, 8.0, EXACT, None, None), (1000, 1.0, Terms(), 1, None)],
+    ids=["worth it", "where all travels as it is, buckets change little", "nobody races it, and predictions are off"],
+)
+def test_automatic_mode_lays_buckets_within_its_terms_and_where_that_is_sure_to_gain(gap_us, beta, terms, says, lays):
+    job = ddp_job([MIB] * 8, [0, *[gap_us] * 7], beta=beta, costs=compute(0.01, 0.01))
+    online: Any = SimpleNamespace(_groups=SimpleNamespace(beside=None), _offered=[TOY], _terms=terms)
+    OnlineSearch._advise_bucket_size(online, job, search(job, TOY, terms=terms))
+    assert online.bucket_cap_mb == lays
+    assert (f"bucket_cap_mb={says})" in online.advice) if says else not online.advice
 
 
 def test_what_is_advised_was_searched_to_the_end_within_the_budget():

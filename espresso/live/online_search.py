@@ -31,6 +31,7 @@ from espresso.live.fixed_planner import InForce
 from espresso.live.guard import OWED_CHECKS
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of, profile_of
+from espresso.live.patience import MUST_GAIN
 from espresso.live.profiler import measure_links
 from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
@@ -398,7 +399,7 @@ class OnlineSearch:
         return candidates, result.uncompressed_us
 
     def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
-        """Say which bucket size would be better."""
+        """Say which bucket size would be better; it is to be had where it is worth a switch that nobody can race."""
         from espresso.search.search import advised_bucket_cap
 
         if self._groups.beside is not None:
@@ -406,8 +407,10 @@ class OnlineSearch:
         found = None
         with suppress(JobError):  # in other buckets nothing may keep to the terms
             found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB, self._terms)
-        self.advice, self.bucket_cap_mb = "", None if found is None else found.bucket_cap_mb
+        self.advice, self.bucket_cap_mb = "", None
         if found is not None:
+            if found.predicted_us < (1 - MUST_GAIN) * result.predicted_us:
+                self.bucket_cap_mb = found.bucket_cap_mb
             self.advice = (
                 f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"
                 f" {found.predicted_us / 1e3:.1f} ms in {found.num_buckets} buckets, instead of"
