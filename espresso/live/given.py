@@ -15,8 +15,9 @@ from espresso.strategies import Cluster, CompressorSpec, Strategy, TensorSpec
 AUTO = "auto"
 
 AUTO_COMPRESSORS = (
-    "bf16", "int8", "int4", "twobit", "efsignsgd", "efsignsgd:block=64", "stc:ratio=0.2", "stc:ratio=0.1",
-    "stc:ratio=0.03", "dgc:ratio=0.01", "powersgd:rank=2,start_iter=0", "powersgd:rank=8,start_iter=0",
+    "bf16", "int8", "int4", "twobit", "twobit:block=64", "efsignsgd", "efsignsgd:block=64", "stc:ratio=0.1",
+    "stc:ratio=0.03", "dgc:ratio=0.01", "dgc:least=2048,ratio=0.01", "powersgd:rank=2,start_iter=0",
+    "powersgd:rank=8,start_iter=0",
 )  # fmt: skip
 """What ``compressor="auto"`` may mix, tensor by tensor, beside plain numbers. Kernels are compiled in this order.
 
