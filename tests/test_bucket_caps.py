@@ -221,6 +221,9 @@ def test_advice_compares_like_with_like():
 
 EXACT = Terms(constraints=Constraints(keep_exact=("*",)))
 
+THREE = tuple(map(CompressorSpec.parse, ("efsignsgd", "dgc:ratio=0.01", "twobit")))
+THREE_COSTS = tuple(cost for spec in THREE for cost in compute(0.001, 0.001, name=str(spec)))
+
 
 @pytest.mark.parametrize(
     ("gap_us", "beta", "terms", "says", "lays"),
@@ -236,18 +239,25 @@ def test_automatic_mode_lays_buckets_within_its_terms_and_where_that_is_sure_to_
 
 
 def test_what_is_advised_was_searched_to_the_end_within_the_budget():
-    names = ("efsignsgd", "dgc:ratio=0.01", "twobit")
-    costs = [cost for name in names for cost in compute(0.001, 0.001, name=name)]
-    job = ddp_job([MIB] * 8, [0, *[1000] * 7], beta=30.0, costs=tuple(costs))
-    specs, terms = [CompressorSpec.parse(name) for name in names], Terms(error_budget=6.0)
-    found = advised_bucket_cap(job, specs, search(job, specs, terms=terms), (1, 4, 100), terms)
+    job = ddp_job([MIB] * 8, [0, *[1000] * 7], beta=30.0, costs=THREE_COSTS)
+    terms = Terms(error_budget=6.0)
+    found = advised_bucket_cap(job, THREE, search(job, THREE, terms=terms), (1, 4, 100), terms)
     assert found is not None
     whole, glance = (
-        search(rebucketed(job, found.bucket_cap_mb), specs, terms=terms, effort=effort) for effort in (None, NO_EFFORT)
+        search(rebucketed(job, found.bucket_cap_mb), THREE, terms=terms, effort=effort) for effort in (None, NO_EFFORT)
     )
     assert whole.error <= 6.0
     assert found.predicted_us == pytest.approx(whole.predicted_us)
     assert found.predicted_us < 0.9 * glance.predicted_us, "a mixture, which is no part of a glance"
+
+
+def test_buckets_that_are_better_only_since_the_job_s_own_were_measured_late_are_no_advice():
+    job = rebucketed(ddp_job([MIB] * 8, [0, *[1000] * 7], beta=8.0, costs=THREE_COSTS), 2)
+    late = replace(job, bucket_ready_us=tuple(at + 4000.0 for at in job.ready_us))
+    terms = Terms(error_budget=6.0)
+    own, other = (search(one, THREE, terms=terms).predicted_us for one in (late, rebucketed(late, 1)))
+    assert other < 0.7 * own
+    assert advised_bucket_cap(late, THREE, search(late, THREE, terms=terms), (1,), terms) is None
 
 
 def test_buckets_in_which_nothing_keeps_to_the_terms_are_no_advice():
