@@ -38,7 +38,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.feedback_gain import PLAIN, RANKS, Array, Site, lower, own_gain, parts_of
+from benchmarks.feedback_gain import PLAIN, RANKS, Array, Site, lower, own_gain, parts_of, scale_of
 from espresso.compressors import create
 from espresso.compressors.powersgd import PowerSgd
 from espresso.search.budgets import Budgets, Ledger
@@ -131,9 +131,9 @@ def train(job: Job) -> Run:
             for index, kept in samples.items():
                 kept.append(_sampled(given[0][index]))
         if step == SAMPLED[-1] and specs:
-            forecast = _forecast(specs, samples, parameters, job.gain)
+            forecast = _forecast(specs, samples, parameters, job.gain, scale_of(job.case))
         looks = step >= max(job.start + EVERY, job.steps // 3) and step % EVERY == 0
-        look = _Look(sum(p.numel() for p in parameters)) if looks else None
+        look = _Look(sum(p.numel() for p in parameters), scale_of(job.case)) if looks else None
         for index, parameter in enumerate(parameters):
             mine = [gradients[index] for gradients in given]
             if step >= job.start and index in sites:
@@ -245,13 +245,17 @@ def _sampled(gradient: Array) -> Array:
 
 
 def _forecast(
-    specs: dict[int, str], samples: dict[int, list[Array]], parameters: Sequence[torch.nn.Parameter], gain: float
+    specs: dict[int, str],
+    samples: dict[int, list[Array]],
+    parameters: Sequence[torch.nn.Parameter],
+    gain: float,
+    scale: float,
 ) -> float:
     """What the ledger says of the strategy."""
     tensors = [TensorSpec(f"t{index}", tuple(p.shape)) for index, p in enumerate(parameters)]
     used = [CompressorSpec.parse(spec) for spec in dict.fromkeys(specs.values())]
     taken = [Sample(tensors[index], np.stack(kept)) for index, kept in samples.items()]
-    found = measure_sensitivity(taken, used, gain=gain or None)
+    found = measure_sensitivity(taken, used, gain=gain or None, scale=scale)
     rows = {spec: {**dict.fromkeys((t.name for t in tensors), 0.0), **rows} for spec, rows in found.owed.items()}
     ledger = Ledger(tensors, Cluster(RANKS, 1), used, type(found)(rows), Budgets())
     choices = {f"t{index}": Choice(GATHER, CompressorSpec.parse(spec)) for index, spec in specs.items()}
@@ -261,8 +265,8 @@ def _forecast(
 class _Look:
     """What the measures say in one step, rank 0 for both."""
 
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
+    def __init__(self, numel: int, scale: float) -> None:
+        self._numel, self._scale = numel, scale
         self._sums = dict.fromkeys(
             ("lost", "given", "missing", "corrected", "owed", "mean", "rings", "own", "dot", "a", "b"), 0.0
         )
@@ -276,7 +280,7 @@ class _Look:
         owed = _square(site.owed)
         sums["owed"] += owed
         sums["mean"] += gradient.size / self._numel * owed / max(square, 1e-30)
-        felt = gradient.size / self._numel / max(square, 1e-30) * rings(spec, gain or None) ** 2
+        felt = gradient.size / self._numel / max(square, 1e-30) * rings(spec, gain or None, self._scale) ** 2
         sums["rings"] += felt * owed
         sums["own"] += felt * site.own
         sums["missing"] += _square(site.corrected - site.sent)

@@ -34,14 +34,14 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.models import build_workload
 from benchmarks.small_models import MODELS, OPTIMIZERS
-from benchmarks.suite.held_out import HELD_OUT
-from benchmarks.suite.tasks import build_task
+from benchmarks.suite.tasks import MADE, build_task
 from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Layout, Segment, create, host_codec
+from espresso.compressors.base import gain_scale
 from espresso.live.script import momentum_of
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
 """Of :mod:`benchmarks.small_models`, and the 10 M parameter MLP with its own optimizer. Others are ``gpt-adamw``, the
-suite's held-out tasks, and optimizers of less momentum (``mlp-sgd0``, ``mlp-adam5``, ``mlp-adam0``).
+suite's tasks of one model, and optimizers of less momentum (``mlp-sgd0``, ``mlp-adam5``, ``mlp-adam0``).
 """
 
 ARMS = (
@@ -148,7 +148,7 @@ Backward = Callable[[int, int], object]
 
 def opened(case: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Backward, Callable[[], Any]]:
     """Model, optimizer, its gradients, and what gives test loss and accuracy."""
-    if case in HELD_OUT:
+    if case in MADE:
         task = build_task(case, seed)
         (model,) = models = task.make_models()
         still = [torch.optim.SGD(model.parameters(), lr=0.0)]  # the step is taken with all ranks' gradients
@@ -226,12 +226,14 @@ def judge(runs: Sequence[tuple[Job, float, float]]) -> list[Row]:
 
 def own_gain(arm: str, case: str) -> float:
     """The compressor's own beside the case's optimizer."""
-    return create(arm.partition(" ")[0]).traits.gain_beside(_momentum_of(case))
+    return create(arm.partition(" ")[0]).traits.gain_at(scale_of(case))
 
 
 @cache
-def _momentum_of(case: str) -> float:
-    return momentum_of(opened(case, 0)[1].param_groups)
+def scale_of(case: str) -> float:
+    """Of feedback gains beside the case's optimizer."""
+    optimizer = opened(case, 0)[1]
+    return gain_scale(momentum_of(optimizer.param_groups), adapts=not isinstance(optimizer, torch.optim.SGD))
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:

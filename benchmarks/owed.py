@@ -98,7 +98,7 @@ class Whole:
         for name, (choice, _) in self._found.items():
             looks = [look for theirs in everybody for look in theirs[name]]
             kept, squares = (math.fsum(column) for column in zip(*looks, strict=True))
-            owed = rings(choice.compressor) * math.sqrt(kept / max(squares, 1e-300))
+            owed = rings(choice.compressor, scale=strategy.gain_scale) * math.sqrt(kept / max(squares, 1e-300))
             found[name] = choice, owed
         return owed_by(strategy, found)
 

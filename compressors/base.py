@@ -45,9 +45,9 @@ class Traits:
         sparse: sends nothing of most numbers, and perhaps nothing of a stretch of them.
         rounds: vectors that are summed one after the other, with a transform between; above 1 the compressor
             has no payload, works on whole tensors, and goes through the tree's extension only.
-        feedback_gain: the :class:`Feedback` gain that training goes best with where the optimizer has a momentum of .9,
-            unless the user sets one. All of the residual at once makes coarse compressors swing; low-rank factors lose
-            what comes back slowly.
+        feedback_gain: the :class:`Feedback` gain that training goes best with beside SGD with a momentum of .9, unless
+            the user sets one. All of the residual at once makes coarse compressors swing; low-rank factors lose what
+            comes back slowly.
     """
 
     summable: bool = False
@@ -60,14 +60,14 @@ class Traits:
     rounds: int = 1
     feedback_gain: float = 1.0
 
-    def gain_beside(self, momentum: float | None) -> float:
-        """The feedback gain beside an optimizer of this momentum; None: as most have.
+    def gain_at(self, scale: float) -> float:
+        """The feedback gain beside an optimizer with this :func:`gain_scale`.
 
-        With less what is late is harmful sooner, and what comes back swings less. A power of two more, by which numbers
-        are divided exactly.
+        It is less than usual only where all numbers are sent: what a sparsifier leaves out comes by its residual alone.
         """
-        doublings = 0 if momentum is None else max(round(math.log2((1 - momentum) / (1 - MOMENTUM))), 0)
-        return min(math.ldexp(self.feedback_gain, doublings), 1.0)
+        if self.sparse or self.feedback_gain == 1.0:
+            scale = max(scale, 1.0)
+        return min(self.feedback_gain * scale, 1.0)
 
 
 DAMPED = 1 / 16
@@ -76,6 +76,23 @@ more, what comes back smooths the averages, and Adam's steps get longer by it (d
 
 MOMENTUM = 0.9
 """What most optimizers have, and the first beta of Adam and its kin."""
+
+SLOWER = 1 / 4
+"""Beside Adam and its kin so much of the gain: what comes back weighs numbers by their gradients again, which their
+steps do not (docs/convergence.md)."""
+
+
+def gain_scale(momentum: float = MOMENTUM, *, adapts: bool = False) -> float:
+    """By how much feedback gains are multiplied beside an optimizer: a power of two, by which numbers are divided
+    exactly.
+
+    With less momentum than most have it is more: what is late is harmful sooner, and what comes back swings less.
+
+    Args:
+        adapts: steps depend on what it remembers of gradients beside their sum.
+    """
+    doublings = max(round(math.log2((1 - momentum) / (1 - MOMENTUM))), 0)
+    return SLOWER if adapts and not doublings else math.ldexp(1.0, doublings)
 
 
 @dataclass(frozen=True, slots=True)

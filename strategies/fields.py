@@ -270,6 +270,10 @@ def without_head(body: Any, kind: str) -> dict[str, Any]:
     return rest
 
 
+MOST_SCALED = 16
+"""Of feedback gains: what is kept is divided by them."""
+
+
 def head(kind: str) -> dict[str, Any]:
     """What a file of this kind begins with."""
     return {"schema_version": SCHEMA_VERSION, "kind": kind}
@@ -280,6 +284,14 @@ def number(value: Any, where: str, *, positive: bool = False) -> float:
     real = _real(value, where)
     if real < (SMALLEST if positive else 0):
         raise FormError(f"{where} must be finite and at least {SMALLEST if positive else 'zero'}, got {real:g}")
+    return real
+
+
+def scale(value: Any, where: str) -> float:
+    """``value`` as a factor of feedback gains."""
+    real = number(value, where)
+    if not 1 / MOST_SCALED <= real <= MOST_SCALED:
+        raise FormError(f"{where} must be from 1/{MOST_SCALED} to {MOST_SCALED}, got {real:g}")
     return real
 
 

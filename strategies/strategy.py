@@ -14,7 +14,7 @@ from typing import Any
 
 from espresso.strategies import fields
 from espresso.strategies.cluster import Cluster
-from espresso.strategies.fields import FormError, faults, number, shown, whole
+from espresso.strategies.fields import FormError, faults, number, scale, shown, whole
 from espresso.strategies.option import UNCOMPRESSED, Option
 from espresso.strategies.spec import NONE, CompressorSpec
 from espresso.strategies.tree import parse_option
@@ -104,8 +104,8 @@ class Strategy:
         cluster: the cluster shape it was made for.
         partition_bytes: groups larger than this are cut and pipelined; 0 never cuts.
         bucket_cap_mb: the DDP bucket size the search assumed, if it had a say.
-        momentum: of the optimizer that it was found beside, by which compressors choose their feedback gains; None: as
-            usual.
+        gain_scale: by how much compressors' own feedback gains are multiplied, for the optimizer that it was found
+            beside.
         notes: free text for people: who predicted what. Not part of equality or of the hash.
         elsewhere: choices for tensors that :meth:`over` left out. Not part of equality, of the hash, or of a file.
 
@@ -120,7 +120,7 @@ class Strategy:
     bucket_cap_mb: float | None = None
     notes: Mapping[str, Any] = field(default_factory=dict, compare=False)
     elsewhere: Mapping[str, Choice] = field(default_factory=dict, compare=False)
-    momentum: float | None = None
+    gain_scale: float = 1.0
 
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in self.tensors]
@@ -129,8 +129,7 @@ class Strategy:
             whole(self.partition_bytes, "partition_bytes")
             if self.bucket_cap_mb is not None:
                 number(self.bucket_cap_mb, "bucket_cap_mb", positive=True)
-            if self.momentum is not None and not number(self.momentum, "momentum") < 1:
-                raise StrategyError(f"momentum must be below 1, got {self.momentum}")
+            scale(self.gain_scale, "gain_scale")
         partitions = sum(tensor.num_bytes for tensor in self.tensors) // (self.partition_bytes or sys.maxsize)
         if partitions > MAX_PARTITIONS:
             raise StrategyError(
@@ -276,7 +275,7 @@ class Strategy:
             ],
             "notes": dict(self.notes),
         }
-        return body if self.momentum is None else body | {"momentum": self.momentum}
+        return body if self.gain_scale == 1.0 else body | {"gain_scale": self.gain_scale}
 
     @classmethod
     def from_json(cls, body: Any) -> Strategy:
@@ -291,7 +290,7 @@ class Strategy:
         choices = {row.name: row.choice() for row in found.tensors}
         strategy = cls(
             tensors, choices, found.cluster, found.partition_bytes, found.bucket_cap_mb, found.notes or {},
-            momentum=found.momentum,
+            gain_scale=found.gain_scale,
         )  # fmt: skip
         if found.fingerprint != strategy.fingerprint:
             raise StrategyError(
@@ -342,7 +341,7 @@ class _File:
     tensors: tuple[_Row, ...]
     bucket_cap_mb: float | None = None
     notes: Mapping[str, Any] | None = None
-    momentum: float | None = None
+    gain_scale: float = 1.0
 
 
 def _check_same_names(left: list[str], right: list[str], left_name: str, right_name: str) -> None:

@@ -64,7 +64,7 @@ def test_of_several_compressors_tensors_take_what_the_terms_allow(pair):
     for result in everybody:
         assert result["named"] == "int8; efsignsgd; powersgd:rank=1"
         assert result["raced"], "nothing was raced"
-        assert result["momenta"] == {0.5}, "which all ranks' gains follow"
+        assert result["scales"] == {4.0}, "which all ranks' gains follow"
         for choices in result["raced"]:
             assert choices["0.weight"] == "none"
             assert choices["4.weight"] == "fp16"
@@ -132,28 +132,31 @@ def test_one_rank_has_nothing_to_exchange(pair):
 
 
 @pytest.mark.parametrize(
-    ("make", "adapts", "momentum"),
+    ("make", "adapts", "scale"),
     [
-        (partial(torch.optim.SGD, lr=0.1), False, 0.0),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.8), False, 0.8),
-        (torch.optim.Adam, True, 0.9),
-        (partial(torch.optim.Adam, betas=(0.5, 0.9)), True, 0.5),
-        (torch.optim.RMSprop, True, 0.0),
-        (torch.optim.Adafactor, True, 0.9),
+        (partial(torch.optim.SGD, lr=0.1), False, 8.0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.8), False, 2.0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), False, 1.0),
+        (torch.optim.Adam, True, 0.25),
+        (partial(torch.optim.Adam, betas=(0.5, 0.9)), True, 4.0),
+        (torch.optim.RMSprop, True, 8.0),
+        (torch.optim.Adafactor, True, 0.25),
     ],
 )
-def test_what_is_known_of_an_optimizer(make, adapts, momentum):
-    """Whether it divides by what it remembers, and its momentum: where it does not say, what is usual."""
+def test_what_is_known_of_an_optimizer(make, adapts, scale):
+    """Whether it divides by what it remembers, and the feedback gains beside it, by its momentum too: where it does not
+    say, what is usual.
+    """
     ours, others = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     guard = StepGuard({id(p) for p in ours.parameters()}, has_momentum=False, error=lambda: None)
     try:
         assert guard.optimizer_adapts, "nothing is known: carefully"
-        assert guard.momentum == 0.9
+        assert guard.gain_scale == 1.0
         for model, optimizer in ((others, torch.optim.Adam(others.parameters())), (ours, make(ours.parameters()))):
             model(torch.randn(2, 3)).sum().backward()
             optimizer.step()
         assert guard.optimizer_adapts is adapts
-        assert guard.momentum == momentum
+        assert guard.gain_scale == scale
     finally:
         guard.remove()
 
@@ -179,7 +182,7 @@ def test_of_an_optimizer_of_two_models_the_jobs_own_groups_count():
     guard = StepGuard({id(p) for p in ours.parameters()}, has_momentum=False, error=lambda: None)
     try:
         optimizer.step()
-        assert guard.momentum == 0.5
+        assert guard.gain_scale == 4.0
     finally:
         guard.remove()
 
@@ -252,7 +255,7 @@ def decide_among(rank: int) -> dict[str, object]:
             assert "owes" not in state.summary()
         return {
             "named": "; ".join(map(str, state.compressors)), "raced": raced, "owed": owed,
-            "momenta": {candidate.strategy.momentum for candidate in candidates},
+            "scales": {candidate.strategy.gain_scale for candidate in candidates},
             "error": notes.get("gradients_owed", -1), "residual": 1e6 * notes.get("residual_mb", 9.0),
             "kept": state.metrics()["espresso/residual_bytes"], "forecast": "owes about" in summary,
         }  # fmt: skip

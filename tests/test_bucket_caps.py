@@ -185,13 +185,13 @@ def test_the_buckets_that_a_job_has_are_no_other_size():
     assert [row.bucket_cap_mb for row in found.caps] == [None, 100.0]
 
 
-def test_bucket_size_and_momentum_are_kept_when_replanned():
+def test_bucket_size_and_gains_are_kept_when_replanned():
     job = ddp_job([MIB] * 8, [0, *[3000] * 7], beta=2.0)
     old = search(job, TOY, payload=tenth, bucket_caps=None)
-    again = replan(job, replace(old.strategy, momentum=0.5), payload=tenth)
+    again = replan(job, replace(old.strategy, gain_scale=4.0), payload=tenth)
     assert again.baselines["old strategy"] == pytest.approx(old.predicted_us)
     assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
-    assert {row.strategy.momentum for row in (again.chosen, *again.alternatives)} == {0.5}
+    assert {row.strategy.gain_scale for row in (again.chosen, *again.alternatives)} == {4.0}
     assert {row.strategy.bucket_cap_mb for row in (again.chosen, *again.alternatives)} == {old.bucket_cap_mb}
     assert again.plan.buckets == old.plan.buckets
 

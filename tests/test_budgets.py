@@ -764,9 +764,15 @@ def test_measured_errors_are_what_feedback_keeps():
     assert rings(FP16, 1.0) == 1.0, "what keeps nothing back does not ring"
     classical = measure_sensitivity(samples, specs[:1], gain=1.0)
     assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
-    beside = measure_sensitivity(samples, specs[:1], momentum=0.5).of(specs[0], "noise")
+    beside = measure_sensitivity(samples, specs[:1], scale=4.0).of(specs[0], "noise")
     as_asked = measure_sensitivity(samples, specs[:1], gain=1 / 4).of(specs[0], "noise")
     assert beside * rings(specs[0], 1 / 4) == pytest.approx(as_asked), "which rings beside a momentum of .9"
+    signs = CompressorSpec.parse("efsignsgd")
+    usual, slower = (measure_sensitivity(samples, [signs, specs[0]], scale=scale) for scale in (1.0, 1 / 4))
+    raw = measure_sensitivity(samples, [signs], gain=1 / 64).of(signs, "noise")
+    assert slower.of(signs, "noise") == pytest.approx(raw / 4), "what comes back over four times the steps"
+    assert slower.of(signs, "noise") < 0.6 * usual.of(signs, "noise") < 0.4 * raw
+    assert slower.of(specs[0], "noise") == usual.of(specs[0], "noise"), "a sparsifier's gain stays"
     assert normal_sensitivity([FP16]).of(FP16, "anything") < 1e-3
 
 
@@ -856,7 +862,7 @@ def test_low_rank_forecasts_are_of_gradients_that_are_new_in_every_step(sampled,
 def finer_gain(spec):
     from espresso.compressors import create
 
-    return create(spec).traits.gain_beside(0.9)
+    return create(spec).traits.gain_at(1.0)
 
 
 def test_a_count_is_scaled_to_the_part_of_a_tensor_that_is_sampled():
@@ -969,7 +975,7 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
     signs, other = map(CompressorSpec.parse, ("efsignsgd", "dgc:ratio=0.01"))
     choice = Choice(parse_option("comp > flat.allgather > dec"), signs)
     forecast = {signs: {"t0": 1.0}, other: {"t0": 4.0}}
-    search = SimpleNamespace(_wanted=lambda: (), _forecast=forecast, _measured=set(), momentum=lambda: 0.9)
+    search = SimpleNamespace(_wanted=lambda: (), _forecast=forecast, _measured=set(), gain_scale=lambda: 1.0)
     for measured in ({"t0": (choice, 2.0)}, {}):  # it is not looked at for long enough at first
         search.measured_owed = lambda measured=measured: measured
         job = OnlineSearch._with_sensitivity(search, mixed_job(2))
@@ -982,15 +988,15 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     """And what tensors were found to owe still counts."""
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, momentum=lambda: 0.5,
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, gain_scale=lambda: 4.0,
         _sampler=SimpleNamespace(samples=list), measured_owed=lambda: {"t1": (GATHER, 7.0)},
         _tensors={"t0": 0, "t1": 0},
     )  # fmt: skip
     job = OnlineSearch._with_sensitivity(online, mixed_job(2))
     known = Sensitivity.from_json(job.meta[SENSITIVITY])
     assert known.of(signs, "t1") == 7.0
-    assert online._forecast[signs]["*"] == normal_sensitivity([signs], momentum=0.5).of(signs, "t0")
-    assert search(job, [TOY], payload=two_sizes).strategy.momentum == 0.5
+    assert online._forecast[signs]["*"] == normal_sensitivity([signs], scale=4.0).of(signs, "t0")
+    assert search(job, [TOY], payload=two_sizes).strategy.gain_scale == 4.0
 
 
 def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
@@ -1004,7 +1010,7 @@ def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
     assert [sample.tensor.name for sample in sampler.samples()] == ["used"]
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, momentum=lambda: 0.9,
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, gain_scale=lambda: 1.0,
         _sampler=sampler, measured_owed=dict, _tensors=dict.fromkeys(("used", "idle")),
     )  # fmt: skip
     known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])

@@ -290,16 +290,16 @@ def test_explain_shows_every_tensor_group(files: dict[str, Path]) -> None:
     for group in body["groups"]:
         assert group["tensors"][0] in text
     assert "residual kept" in text
-    assert "momentum" not in text
-    assert body["bucket_cap_mb"] is body["momentum"] is None
+    assert "gains" not in text
+    assert (body["bucket_cap_mb"], body["gain_scale"]) == (None, 1.0)
 
 
 def test_explain_says_what_a_strategy_asks_of_buckets_and_gains(files: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "asks.json"
-    replace(Strategy.load(files["strategy"]), bucket_cap_mb=5.0, momentum=0.5).save(path)
+    replace(Strategy.load(files["strategy"]), bucket_cap_mb=5.0, gain_scale=0.25).save(path)
     text = espresso("explain", path).stdout
     assert "buckets are to hold up to 5 MB" in text
-    assert "by a momentum of 0.5" in text
+    assert "gains are 0.25 times the usual" in text
 
 
 def test_validate_accepts(files: dict[str, Path]) -> None:

@@ -24,6 +24,7 @@ from espresso.compressors import (
     host_codec,
     spec_of,
 )
+from espresso.compressors.base import gain_scale
 from espresso.compressors.rehearsal import DRAWS, rehearse, warm_up
 from espresso.compressors.sparse import Dgc
 from espresso.cpu_offload import WorkerPool
@@ -214,6 +215,25 @@ def test_momentum_is_a_parameter_of_every_compressor_and_not_of_its_payload() ->
         assert same is (name != "dgc"), "DGC's payloads have named their momentum from the first version on"
         with pytest.raises(ValueError, match=f"{name}: clip_norm needs a momentum above 0"):
             create(f"{name}:clip_norm=1.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "beside_adam", "beside_half"),
+    [
+        ("efsignsgd", 1 / 64, 1 / 4),
+        ("onebit", 1 / 64, 1 / 4),
+        ("twobit", 1 / 64, 1 / 4),
+        ("stc", 1 / 16, 1 / 4),
+        ("randomk", 1 / 16, 1 / 4),
+        ("int8", 1.0, 1.0),
+        ("powersgd", 1.0, 1.0),
+    ],
+)
+def test_feedback_gains_follow_the_optimizer(name: str, beside_adam: float, beside_half: float) -> None:
+    traits = create(name).traits
+    assert traits.gain_at(gain_scale(adapts=True)) == beside_adam
+    assert traits.gain_at(gain_scale(0.5)) == traits.gain_at(gain_scale(0.5, adapts=True)) == beside_half
+    assert traits.gain_at(gain_scale(0.99)) == traits.feedback_gain
 
 
 def test_how_a_residual_is_kept_is_a_parameter_of_what_keeps_one_and_not_of_its_payload() -> None:

@@ -790,7 +790,7 @@ def beside_less_momentum(rank: int) -> tuple[set[float], set[float], float, floa
         for step in range(8):
             if step == 4:
                 strategy = strategy_for(ours, Cluster(2, 1), ALLGATHER, "efsignsgd")
-                state.use(replace(strategy, momentum=0.0))
+                state.use(replace(strategy, gain_scale=8.0))
             if step == 7:
                 state.flush()
             for ddp in (plain, ours):

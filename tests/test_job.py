@@ -170,8 +170,8 @@ def _edit(body, path, value):
         (("costs", "contention", "comm_cpu"), {"wan": 1}, "scope is 'wan'"),
         (("costs", "offload_ranks_per_pool"), 0, "offload_ranks_per_pool"),
         (("costs", "copy", "shares_intra"), "no", "shares_intra must be true or false"),
-        (("meta", "momentum"), "0.9", "meta.momentum must be a number, got '0.9'"),
-        (("meta", "momentum"), 1, "meta.momentum must be below 1, got 1"),
+        (("meta", "gain_scale"), "0.9", "meta.gain_scale must be a number, got '0.9'"),
+        (("meta", "gain_scale"), 0, "meta.gain_scale must be from 1/16 to 16, got 0"),
     ],
 )
 def test_every_fault_in_a_job_file_is_named(tmp_path, path, value, message):

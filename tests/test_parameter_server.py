@@ -86,8 +86,8 @@ def test_every_leaf_averages_exactly_and_alike(servers, dtype):
     assert [leaf for leaf, _, exact in everybody[0] if not exact] == []
 
 
-def gains_beside(rank: int, momenta: tuple[float | None, ...]) -> list[tuple[float, float]]:
-    """By the strategy's momentum the gain of this rank's residuals, and of those that servers are told to keep."""
+def gains_at(rank: int, scales: tuple[float, ...]) -> list[tuple[float, float]]:
+    """By a strategy's scale of gains the gain of this rank's residuals, and of those that servers are told to keep."""
     buckets, found, told = make_buckets(*SIZES), [], []
     exchange, made = exchange_over(NUM_RANKS, NUM_SERVERS, rank), servers_program.Key
 
@@ -96,11 +96,11 @@ def gains_beside(rank: int, momenta: tuple[float | None, ...]) -> list[tuple[flo
         return made(**settings)
 
     with patch.object(servers_program, "Key", key):
-        for momentum in momenta:
+        for scale in scales:
             exchange.renew(gain=None)
             strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, "efsignsgd:raw_below=8"))
             exchange.step(
-                Assignment(replace(strategy, momentum=momentum)), buckets, integers(buckets, rank, NUM_RANKS, 0)
+                Assignment(replace(strategy, gain_scale=scale)), buckets, integers(buckets, rank, NUM_RANKS, 0)
             )
             exchange.executor.conclude()
             (here,), (there,) = {each.gain for each in exchange.store.live}, set(told)
@@ -110,8 +110,9 @@ def gains_beside(rank: int, momenta: tuple[float | None, ...]) -> list[tuple[flo
 
 
 def test_servers_give_back_as_much_of_what_they_owe_as_ranks(servers):
-    for gains in POOL.run(gains_beside, (None, 0.9, 0.5, 0.0)):
-        assert gains == [(1 / 16, 1 / 16), (1 / 16, 1 / 16), (1 / 4, 1 / 4), (1 / 2, 1 / 2)]
+    scales = (1.0, 4.0, 1 / 4)
+    for gains in POOL.run(gains_at, scales):
+        assert gains == [(scale / 16, scale / 16) for scale in scales]
 
 
 def run_on_a_device(rank: int, where: str) -> list[tuple[str, bool, bool]]:

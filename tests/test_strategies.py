@@ -396,10 +396,10 @@ def test_a_strategy_file_round_trips(tmp_path):
     assert loaded.digest == strategy.digest
     assert loaded.choices["a"].compressor == TOPK
     assert loaded.compresses
-    beside = replace(strategy, momentum=0.5)
+    beside = replace(strategy, gain_scale=4.0)
     assert Strategy.from_json(beside.to_json()) == beside
     assert beside.digest != strategy.digest, "what comes back of residuals is another part"
-    assert "momentum" not in strategy.to_json(), "of files of before nothing changes"
+    assert "gain_scale" not in strategy.to_json(), "of files of before nothing changes"
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
@@ -479,9 +479,9 @@ _DROP = object()
         (("partition_bytes",), -1, "partition_bytes must be"),
         (("partition_bytes",), "big", "partition_bytes must be"),
         (("bucket_cap_mb",), "25", "bucket_cap_mb must be"),
-        (("momentum",), "0.5", "momentum must be"),
-        (("momentum",), -0.5, "momentum must be"),
-        (("momentum",), 1.0, "momentum must be below 1"),
+        (("gain_scale",), "0.5", "gain_scale must be"),
+        (("gain_scale",), 0, "gain_scale must be from 1/16 to 16, got 0"),
+        (("gain_scale",), 17.0, "gain_scale must be from 1/16 to 16, got 17"),
         (("tensors",), {}, "tensors must be a list"),
     ],
 )

@@ -127,7 +127,7 @@ class Programs:
     ) -> Compiled:
         laid = plan(strategy, buckets, host_copies=self.context.memory.host_copies)
         laid = laid if order is None else laid.with_order(order)
-        context = replace(self.context, momentum=strategy.momentum)
+        context = replace(self.context, gain_scale=strategy.gain_scale)
         programs = (PartitionProgram(laid, part, context) for part in laid.partitions)
         return Compiled(strategy, laid, tuple(programs))
 

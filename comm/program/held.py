@@ -173,7 +173,7 @@ def gain_of(part: Part) -> float:
 
     Momentum correction is defined with all of it.
     """
-    return part.traits.gain_beside(part.context.momentum) if part.context.velocities is None else 1.0
+    return part.traits.gain_at(part.context.gain_scale) if part.context.velocities is None else 1.0
 
 
 def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:

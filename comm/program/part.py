@@ -49,7 +49,7 @@ class Context:
     memory: Memory = HOST
     host: Memory = HOST
     factors: FactorStore = field(default_factory=FactorStore)
-    momentum: float | None = None
+    gain_scale: float = 1.0
 
 
 class Home:

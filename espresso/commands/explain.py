@@ -26,7 +26,7 @@ def explain(
                 "ranks_per_node": loaded.cluster.ranks_per_node,
                 "partition_bytes": loaded.partition_bytes,
                 "bucket_cap_mb": loaded.bucket_cap_mb,
-                "momentum": loaded.momentum,
+                "gain_scale": loaded.gain_scale,
                 "num_tensors": len(loaded.tensors),
                 "num_compressed": len(compressed(loaded)),
                 "num_offloaded": len(offloaded(loaded)),
@@ -44,8 +44,8 @@ def explain(
     )
     if loaded.bucket_cap_mb is not None:
         console.print(f"DDP's buckets are to hold up to {loaded.bucket_cap_mb:g} MB")
-    if loaded.momentum is not None:
-        console.print(f"feedback gains go by a momentum of {loaded.momentum:g}")
+    if loaded.gain_scale != 1.0:
+        console.print(f"feedback gains are {loaded.gain_scale:g} times the usual, by the job's optimizer")
     for key, value in loaded.notes.items():
         if isinstance(value, dict):
             continue  # the terms it was searched under are for programs

@@ -133,6 +133,7 @@ class _Check:
         signs: of its sketches.
         kept: by tensor, a sketch of the residuals before the exchange.
         moving: by tensor, the velocities before it, where momentum is corrected.
+        gain_scale: of the strategy that it runs.
         in_use: whether it runs what is not only tried.
         given: by tensor, the gradients before it.
         buffers: the bucket's buffer, where their averages will be, and where in it.
@@ -148,6 +149,7 @@ class _Check:
     kept: dict[str, Array]
     moving: dict[str, Array]
     scale: float = 1.0
+    gain_scale: float = 1.0
     in_use: bool = True
     given: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -243,6 +245,7 @@ class Guard:
             {name: _sketch(values, signs)[:-1] for name, values in kept.items()},
             {} if self._velocities is None else self._velocities.kept(where, self._side.fetched),
             scale() or 1.0,
+            assignment.strategy.gain_scale,
             in_use,
         )
 
@@ -334,7 +337,8 @@ class Guard:
                 if check.in_use:
                     if name not in self._owed or self._owed[name][0] != choice:
                         self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
-                    self._owed[name][1].append((owes * square, square))
+                    felt = rings(choice.compressor, self._store.gain, check.gain_scale)
+                    self._owed[name][1].append((felt**2 * owes * square, square))
             kept = owes * square if _sums_inside(choice) else figures[4]
             of_group.setdefault(self._group_of[name], []).append((*figures[:4], kept))
             storage = choice.compressor.residual_dtype or self._store.storage
@@ -372,7 +376,7 @@ class Guard:
             if len(seen) >= checks:
                 counted = [check for number, check in enumerate(seen) if number != without]
                 kept, squares = (math.fsum(column) for column in zip(*counted, strict=True))
-                found[name] = choice, rings(choice.compressor, self._store.gain) * math.sqrt(kept / squares)
+                found[name] = choice, math.sqrt(kept / squares)
         return found
 
     def _alarms(self, reasons: Mapping[str, str]) -> list[Alarm]:

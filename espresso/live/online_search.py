@@ -19,7 +19,6 @@ from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
 from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
-from espresso.compressors.base import MOMENTUM as USUAL
 from espresso.live.artifacts import Artifacts
 from espresso.live.beside import measure_handling
 from espresso.live.candidates import Candidate, Moved
@@ -39,7 +38,7 @@ from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
-from espresso.model.job import MOMENTUM, SENSITIVITY, Job, JobError
+from espresso.model.job import GAIN_SCALE, SENSITIVITY, Job, JobError
 from espresso.model.timeline import first_come
 from espresso.search.error_budget import Sensitivity, measure_sensitivity, normal_sensitivity, owed_by
 from espresso.search.settle import racers
@@ -79,7 +78,7 @@ class OnlineSearch:
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
         why_none: why there are no candidates; empty where none is predicted to be faster than plain.
         measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out.
-        optimizer_adapts, momentum: of :class:`espresso.live.script.StepGuard`.
+        optimizer_adapts, gain_scale: of :class:`espresso.live.script.StepGuard`.
         gain: of residuals; None leaves it to each compressor.
     """
 
@@ -113,7 +112,7 @@ class OnlineSearch:
         self._measured: set[tuple[CompressorSpec, str]] = set()
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
-        self.momentum: Callable[[], float] = lambda: USUAL
+        self.gain_scale: Callable[[], float] = lambda: 1.0
 
     @property
     def _terms(self) -> Terms:
@@ -335,15 +334,15 @@ class OnlineSearch:
 
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
-        wanted, momentum = self._wanted(), self.momentum()
+        wanted, scale = self._wanted(), self.gain_scale()
         fresh = [spec for spec in wanted if spec not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
             found: dict[CompressorSpec, Mapping[str, float]] = {}
             if samples:
-                found |= measure_sensitivity(samples, fresh, gain=self.gain, momentum=momentum).owed
+                found |= measure_sensitivity(samples, fresh, gain=self.gain, scale=scale).owed
             if len(samples) < len(self._tensors):  # was never finite, or had no gradient yet
-                normal = normal_sensitivity(fresh, gain=self.gain, momentum=momentum).owed
+                normal = normal_sensitivity(fresh, gain=self.gain, scale=scale).owed
                 found = {spec: {**rows, **found.get(spec, {})} for spec, rows in normal.items()}
             self._forecast |= found
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
@@ -351,8 +350,7 @@ class OnlineSearch:
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)
         self._forecast = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
         self._measured |= {(choice.compressor.kept_as(""), tensor) for tensor, (choice, _) in measured.items()}
-        beside = {} if momentum == USUAL and MOMENTUM not in job.meta else {MOMENTUM: momentum}
-        return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json(), **beside})
+        return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json(), GAIN_SCALE: scale})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])

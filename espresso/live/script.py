@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from espresso.comm.errors import EspressoError
-from espresso.compressors.base import MOMENTUM
+from espresso.compressors.base import MOMENTUM, gain_scale
 
 _OF_SGD = {"momentum_buffer", "step"}
 """What stochastic gradient descent, with momentum or without, keeps of a parameter."""
@@ -129,9 +129,10 @@ class StepGuard:
         return not seen or not all(isinstance(row, dict) and row.keys() <= _OF_SGD for row in rows)
 
     @property
-    def momentum(self) -> float:
-        """Of the optimizers that were seen."""
-        return momentum_of(self._ours.groups())
+    def gain_scale(self) -> float:
+        """Of feedback gains, beside the optimizers that were seen; 1 while none was."""
+        seen = any(True for _ in self._ours)
+        return gain_scale(momentum_of(self._ours.groups()), adapts=seen and self.optimizer_adapts)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         is_ours, error = optimizer in self._ours, self._refused or self._error()

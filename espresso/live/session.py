@@ -300,7 +300,7 @@ class Session:
         search.follow(self.follower.in_force)
         search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
-        search.momentum = lambda: self._guard.momentum
+        search.gain_scale = lambda: self._guard.gain_scale
         search.gain = self.store.gain  # of residuals, as all of the job's
         return search
 

@@ -26,7 +26,7 @@ from espresso.strategies import (
     paper_buckets,
 )
 from espresso.strategies import fields as forms
-from espresso.strategies.fields import faults, first_twice, number, shown, whole
+from espresso.strategies.fields import faults, first_twice, number, scale, shown, whole
 
 KIND = "espresso-job"
 
@@ -56,8 +56,9 @@ class Host:
                     raise JobError(f"host {self.name!r}: {what} is a share of the slowest machine's time, at most 1")
 
 
-SENSITIVITY, MOMENTUM = "sensitivity", "momentum"
-"""Of a job's meta: what compressors owe of its gradients, as it was measured; its optimizer's, if that is unusual."""
+SENSITIVITY, GAIN_SCALE = "sensitivity", "gain_scale"
+"""Of a job's meta: what compressors owe of its gradients, as it was measured; by how much their feedback gains are
+multiplied beside its optimizer, 1 where it is not there."""
 
 SHARES = ("compute", "compression", "link")
 
@@ -140,9 +141,7 @@ class Job:
                 number(gap, f"tensor {tensor.name!r}: gap_us")
             number(self.forward_us, "forward_us")
             number(self.optimizer_us, "optimizer_us")
-            momentum = self.meta.get(MOMENTUM)
-            if momentum is not None and not number(momentum, f"meta.{MOMENTUM}") < 1:
-                raise JobError(f"meta.{MOMENTUM} must be below 1, got {momentum:g}")
+            scale(self.gain_scale, f"meta.{GAIN_SCALE}")
         if (self.buckets is None) != (self.bucket_ready_us is None):
             raise JobError("buckets and bucket_ready_us go together: give both or neither")
         if (self.buckets is None) != (self.mode is Mode.PAPER):
@@ -208,6 +207,12 @@ class Job:
     def backward_us(self) -> float:
         """First ready gradient to the end of backward, undisturbed."""
         return max(self.ready_us[-1], sum(self.gaps_us))
+
+    @property
+    def gain_scale(self) -> float:
+        """By how much compressors' own feedback gains are multiplied beside the job's optimizer."""
+        found: float = self.meta.get(GAIN_SCALE, 1.0)
+        return found
 
     @property
     def fingerprint(self) -> str:

@@ -58,16 +58,25 @@ RUNS = 8
 _NORMAL = (128, 128)
 
 
-def rings(spec: CompressorSpec, gain: float | None = None) -> float:
-    """How much more what is owed is felt where it comes back at once than where it comes back over many steps.
+def rings(spec: CompressorSpec, gain: float | None = None, scale: float = 1.0) -> float:
+    """What is owed counts so much: more where it comes back at once, and less where beside an optimizer it comes back
+    over more steps than usual, in proportion.
 
     1 of what keeps nothing back, and of momentum correction, which is defined with a gain of 1 and not known. A gain
     that compressors choose beside less momentum counts as the one beside the usual, one that is given as it is.
+
+    Args:
+        gain: that is given.
+        scale: of compressors' own.
     """
     compressor = create_compressor(spec)
-    if not compressor.traits.error_feedback or compressor.correction:
+    traits = compressor.traits
+    if not traits.error_feedback or compressor.correction:
         return 1.0
-    return max(RINGING * (compressor.traits.feedback_gain if gain is None else gain), 1.0)
+    if gain is not None:
+        return max(RINGING * gain, 1.0)
+    usual = traits.feedback_gain
+    return max(RINGING * usual, 1.0) * min(traits.gain_at(scale) / usual, 1.0)
 
 
 @dataclass(frozen=True)
@@ -232,7 +241,7 @@ def measure_sensitivity(
     specs: Iterable[CompressorSpec],
     *,
     gain: float | None = None,
-    momentum: float | None = None,
+    scale: float = 1.0,
 ) -> Sensitivity:
     """Play error feedback on gradients like those sampled, and see what is owed at the end.
 
@@ -241,24 +250,24 @@ def measure_sensitivity(
 
     Args:
         gain: of the feedback; None takes each compressor's own.
-        momentum: of the optimizer, by which compressors choose theirs.
+        scale: of compressors' own, beside the job's optimizer.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         made = _Gradients(samples, STEPS)
         found = {
-            spec: dict(zip(made.names, _owed(made, spec, gain, momentum).tolist(), strict=True))
+            spec: dict(zip(made.names, _owed(made, spec, gain, scale).tolist(), strict=True))
             for spec in dict.fromkeys(specs)
         }
     return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
 
 def normal_sensitivity(
-    specs: Iterable[CompressorSpec], *, gain: float | None = None, momentum: float | None = None
+    specs: Iterable[CompressorSpec], *, gain: float | None = None, scale: float = 1.0
 ) -> Sensitivity:
     """What compressors owe of independent normal numbers: where nothing better was measured."""
     values = np.random.default_rng(0).standard_normal((SAMPLED_STEPS, *_NORMAL)).astype(np.float32)
     sample = Sample(TensorSpec(EVERY, _NORMAL), values.reshape(SAMPLED_STEPS, -1))
-    return measure_sensitivity([sample], specs, gain=gain, momentum=momentum)
+    return measure_sensitivity([sample], specs, gain=gain, scale=scale)
 
 
 class _Gradients:
@@ -304,14 +313,14 @@ def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
     return scatter
 
 
-def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, momentum: float | None) -> Reals:
+def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, scale: float) -> Reals:
     """float64[tensors]: the median over the last quarter of the steps."""
     compressor = create_compressor(spec)
     traits = compressor.traits
-    used = 1.0 if compressor.correction else (traits.gain_beside(momentum) if gain is None else gain)
+    used = 1.0 if compressor.correction else (traits.gain_at(scale) if gain is None else gain)
     play = _LowRank(made, compressor) if traits.rounds > 1 else _Coded(made, spec, used)
     steps = made.steps if traits.error_feedback else ONE_STEP
-    felt, rows = rings(spec, gain), []
+    felt, rows = rings(spec, gain, scale), []
     for step in range(steps):
         gradient = made.step(step)
         left = play.left(gradient, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from espresso.model.job import MOMENTUM, Job
+from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.result import SearchResult
@@ -56,7 +56,7 @@ def frontier(
     """
     given = replace(terms or Terms(), error_budget=None, residual_budget_mb=None)
     forced = (spec for spec in given.constraints.forced() if spec != NONE)
-    known = sensitivity_of(job, sensitivity) or normal_sensitivity((*specs, *forced), momentum=job.meta.get(MOMENTUM))
+    known = sensitivity_of(job, sensitivity) or normal_sensitivity((*specs, *forced), scale=job.gain_scale)
 
     def find(terms: Terms) -> SearchResult:
         return search(job, specs, sensitivity=known, partitions=given.partitions, terms=terms, payload=payload)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.bucket_caps import as_asked, caps_for, held, in_buckets, rebucketed
-from espresso.model.job import MOMENTUM, Job, JobError
+from espresso.model.job import GAIN_SCALE, Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import shared_pricer
 from espresso.model.timeline import first_come
@@ -214,8 +214,7 @@ def replan(
     started = time.perf_counter()
     old.check_model(job.tensors, job.cluster)
     job = as_asked(job, old.bucket_cap_mb)
-    if old.momentum is not None:
-        job = replace(job, meta={MOMENTUM: old.momentum, **job.meta})
+    job = replace(job, meta={GAIN_SCALE: old.gain_scale, **job.meta})
     used = dict.fromkeys(choice.compressor for choice in old.choices.values())
     terms = terms or Terms.of(old.notes) or Terms()
     space = space_of(
@@ -547,6 +546,6 @@ def _ranked(job: Job, row: _Found) -> Ranked:
     notes = {"predicted_us": predicted, "mode": job.mode.value, "found_by": row.name}
     choices = {**dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN), **row.by_tensor}
     strategy = Strategy(
-        job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes, momentum=job.meta.get(MOMENTUM)
+        job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes, gain_scale=job.gain_scale
     )
     return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)

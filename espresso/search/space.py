@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from espresso.model.job import MOMENTUM, SENSITIVITY, Job, JobError
+from espresso.model.job import SENSITIVITY, Job, JobError
 from espresso.model.payload_sizes import PayloadBytes
 from espresso.search.budgets import Ledger, narrower
 from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
@@ -101,7 +101,7 @@ def space_of(
     sensitivity = sensitivity_of(job, sensitivity)
     asked = terms.error_budget is not None
     if sensitivity is None and asked:
-        sensitivity = normal_sensitivity(known, momentum=job.meta.get(MOMENTUM))
+        sensitivity = normal_sensitivity(known, scale=job.gain_scale)
     elif sensitivity is not None:
         known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec, names))
     ledger = Ledger(
