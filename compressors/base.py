@@ -82,15 +82,18 @@ SLOWER = 1 / 4
 steps do not (docs/convergence.md)."""
 
 
-def gain_scale(momentum: float = MOMENTUM, *, adapts: bool = False) -> float:
+def gain_scale(momentum: float | None, *, adapts: bool = False) -> float:
     """By how much feedback gains are multiplied beside an optimizer: a power of two, by which numbers are divided
     exactly.
 
     With less momentum than most have it is more: what is late is harmful sooner, and what comes back swings less.
 
     Args:
+        momentum: or first beta; None where nobody says, which leaves gains as they are.
         adapts: steps depend on what it remembers of gradients beside their sum.
     """
+    if momentum is None:
+        return 1.0
     doublings = max(round(math.log2((1 - momentum) / (1 - MOMENTUM))), 0)
     return SLOWER if adapts and not doublings else math.ldexp(1.0, doublings)
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from espresso.comm.errors import EspressoError
-from espresso.compressors.base import MOMENTUM, gain_scale
+from espresso.compressors.base import gain_scale
 
 _OF_SGD = {"momentum_buffer", "step"}
 """What stochastic gradient descent, with momentum or without, keeps of a parameter."""
@@ -131,8 +131,7 @@ class StepGuard:
     @property
     def gain_scale(self) -> float:
         """Of feedback gains, beside the optimizers that were seen; 1 while none was."""
-        seen = any(True for _ in self._ours)
-        return gain_scale(momentum_of(self._ours.groups()), adapts=seen and self.optimizer_adapts)
+        return gain_scale(momentum_of(self._ours.groups()), adapts=self.optimizer_adapts)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         is_ours, error = optimizer in self._ours, self._refused or self._error()
@@ -143,15 +142,15 @@ class StepGuard:
             raise error
 
 
-def momentum_of(groups: Iterable[Mapping[str, Any]]) -> float:
-    """The most that an optimizer's group has, or its first beta; what is usual where none says."""
+def momentum_of(groups: Iterable[Mapping[str, Any]]) -> float | None:
+    """The most that an optimizer's group has, or its first beta; None where none says."""
     found = []
     for group in groups:
         betas = group.get("betas")
         said = betas[0] if isinstance(betas, list | tuple) and betas else group.get("momentum")
         if isinstance(said, int | float | torch.Tensor) and 0 <= said < 1:
             found.append(float(said))
-    return max(found, default=MOMENTUM)
+    return max(found, default=None)
 
 
 def _refuse_momentum(name: str, group: dict[str, Any]) -> None:
