@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from espresso.cli import app
 from espresso.live.observer import Observation, combine, hosts_of, profile_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
-from espresso.model.job import MOMENTUM, SENSITIVITY, Host, Job, Profile
+from espresso.model.job import GAIN_SCALE, SENSITIVITY, Host, Job, Profile
 from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, num_rounds, routine_cost
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.model.probe import Probe
@@ -178,9 +178,9 @@ def test_another_model_has_its_own_passes_and_these_machines_costs():
     )
     assert plain_us(found) < plain_us(here)
     assert of_model(here, here, specs) == here
-    live = replace(here, meta={**here.meta, SENSITIVITY: {"of": "this model"}, MOMENTUM: 0.5})
+    live = replace(here, meta={**here.meta, SENSITIVITY: {"of": "this model"}, GAIN_SCALE: 0.5})
     assert of_model(live, small, specs).meta == here.meta, "what gradients of another model owe says nothing of these"
-    assert of_model(here, replace(small, meta={MOMENTUM: 0.5}), specs).meta[MOMENTUM] == 0.5
+    assert of_model(here, replace(small, meta={GAIN_SCALE: 0.5}), specs).meta[GAIN_SCALE] == 0.5
     large = replace(here, tensors=tuple(TensorSpec(each.name, (9 << 20,)) for each in here.tensors))
     with pytest.raises(RangeError, match="predictions reach 8 times"):
         of_model(here, large, specs)
