@@ -3,6 +3,7 @@
     python -m benchmarks.dossier                                       # hours: six cases, seven arms, five seeds
     python -m benchmarks.dossier --cases mlp-sgd --seeds 3 --steps 300 --arms "plain;ours;ours, residuals off"
     python -m benchmarks.dossier --cases cnn-adam --arms "plain;topk:ratio=0.01;topk:ratio=0.01, residuals off"
+    python -m benchmarks.dossier --cases mixer,gan --steps 300 --rate 1gbit --arms "plain;ours;ours, residuals off"
 
 Two emulated hosts of limited rate. Arms of a seed have the same weights and batches. Time is that of the steps alone.
 The target is the training loss that plain reaches on average in nine tenths of its steps. An arm is inside if its mean
@@ -46,7 +47,8 @@ from benchmarks.train import process_group
 from espresso.compressors import create
 
 CASES = ("mlp-sgd", "mlp-adamw", "cnn-sgd", "gpt-adamw", "recommender-adam", "lstm-adamw")
-"""A task and its optimizer; the first three and the GPT are :mod:`benchmarks.small_models`."""
+"""A task and its optimizer; the first three and the GPT are :mod:`benchmarks.small_models`. Without an optimizer: the
+suite's own task."""
 
 STEPS = {"gpt": 3000, "lstm": 1000, "recommender": 1000}
 """Of a run, where it is not said; else 600."""
@@ -125,8 +127,10 @@ def attach(arm: str, model: DistributedDataParallel, seed: int, harmless: float)
 
 
 def task_of(case: str, seed: int) -> Task:
-    """The task with the case's optimizer, small where there is a small model of that name."""
+    """The task with the case's optimizer, small where there is a small model of that name; or the suite's own."""
     name, _, optimizer = case.partition("-")
+    if not optimizer:
+        return build_task(name, seed)
     task = build_task("mlp" if name == "cnn" else name, seed)  # the same digits
 
     def make_models() -> list[torch.nn.Module]:
@@ -144,7 +148,8 @@ def train_once(case: str, arm: str, seed: int, steps: int) -> Run:
     task = task_of(case, seed)
     models = [DistributedDataParallel(model) for model in task.make_models()]
     optimizers = [task.make_optimizer(model) for model in models]
-    state = attach(arm, models[0], seed, HARMLESS_ADAPTIVE if "adam" in case else HARMLESS)
+    harmless = HARMLESS if isinstance(optimizers[0], torch.optim.SGD) else HARMLESS_ADAPTIVE
+    states = [state for model in models if (state := attach(arm, model, seed, harmless)) is not None]
     curve, losses, took_s = [], list[float](), 0.0
     for step in range(steps):
         begin = time.perf_counter()
@@ -154,8 +159,8 @@ def train_once(case: str, arm: str, seed: int, steps: int) -> Run:
             curve.append((step + 1, took_s, statistics.fmean(losses)))
             losses.clear()
     metric = task.metric([model.module for model in models])
-    verdict = "" if state is None else state.verdict
-    if state is not None:
+    verdict = "; ".join(state.verdict for state in states)
+    for state in states:
         state.close()
     return Run(case, arm, seed, tuple(curve), metric, task.less_is_more, verdict)
 
@@ -242,7 +247,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
 @app.command()
 def main(
-    cases: Annotated[str, typer.Option(help="Comma-separated tasks with an optimizer.")] = ",".join(CASES),
+    cases: Annotated[str, typer.Option(help="Comma-separated: task-optimizer, or a task.")] = ",".join(CASES),
     arms: Annotated[str, typer.Option(help="Separated by semicolons; plain has to be one.")] = ";".join(ARMS),
     steps: Annotated[int | None, typer.Option(help="Of every run; by default as fits the task.")] = None,
     seeds: Annotated[int, typer.Option(help="Of every arm.", min=2, max=10)] = 5,
@@ -256,6 +261,11 @@ def main(
     if worker is not None:
         _as_worker(worker, wanted, arms.split(";"), seeds)
         return
+    for case, _ in wanted:
+        try:
+            task_of(case, 0)
+        except (KeyError, ValueError) as error:
+            raise typer.BadParameter(f"no case {case!r}: {error}", param_hint="--cases") from error
     for arm in arms.split(";"):
         if arm not in ARMS:
             _check_named(arm)

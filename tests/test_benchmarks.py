@@ -168,6 +168,7 @@ def test_rank_correlations_and_what_a_dossier_says_of_its_runs():
         for arm, curve in curves.items() for seed in (0, 1)
     ]  # fmt: skip
     assert all(dossier.task_of(case, 0).make_models() for case in dossier.CASES)
+    assert len(dossier.task_of("gan", 0).make_models()) == 2, "a task of the suite as it is"
     plain, ours, control = dossier.judge(runs)
     assert (plain.inside, ours.inside, control.inside) == (True, True, False)
     assert (ours.steps_to_target, ours.seconds_to_target, control.steps_to_target) == (30, 3.0, None)
