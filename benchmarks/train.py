@@ -222,10 +222,15 @@ def run_block(step: Callable[[], float], place: Place, num_steps: int) -> Block:
 
 
 def alternate(runners: Sequence[Taker], rounds: int) -> Iterator[Taker]:
-    """Every runner once a round; rotated, so that no arm always follows the same one."""
+    """Every runner once a round, in the orders of a balanced square (Williams, 1949): what follows plain DDP on a slow
+    network pays for it, so within a round each follows each other one once in as many rounds as there are runners, of an
+    odd number twice in twice as many.
+    """
+    number = len(runners)
+    steps = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(number)]
     for done in range(rounds):
-        first = done % len(runners)
-        yield from (*runners[first:], *runners[:first])
+        order = [(done + step) % number for step in steps]
+        yield from (runners[each] for each in (order[::-1] if number % 2 and done % 2 else order))
 
 
 def replicas_are_equal(models: Iterable[nn.Module]) -> bool:

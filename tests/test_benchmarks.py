@@ -2,13 +2,16 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import astuple, replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from benchmarks import diagnose, far, growth, overhead, prediction, results, server_speed, speed, weather
 from benchmarks.prediction import Row
+from benchmarks.train import alternate
 from espresso.live.profiler import rising
 
 
@@ -174,6 +177,18 @@ def test_rank_correlations_and_what_a_dossier_says_of_its_runs():
     assert (ours.steps_to_target, ours.seconds_to_target, control.steps_to_target) == (30, 3.0, None)
     assert plain.metric_95 == pytest.approx(12.7062047 * 0.01 / 2)
     assert ours.step_ms == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("arms", range(1, 9))
+def test_no_arm_follows_another_one_more_often_than_the_others_do(arms):
+    """What plain DDP leaves in a slow network's queues, and in caches, is paid for by whoever has the next block."""
+    num_rounds = arms * (1 + arms % 2)
+    blocks = list(alternate([str(arm) for arm in range(arms)], num_rounds))
+    rounds = [blocks[place : place + arms] for place in range(0, len(blocks), arms)]
+    assert all(len(set(row)) == arms for row in rounds)
+    pairs = Counter(pair for row in rounds for pair in pairwise(row))
+    assert len(pairs) == arms * (arms - 1)
+    assert set(pairs.values()) <= {1 + arms % 2}
 
 
 def test_where_packets_are_lost_nothing_else_may_be():
