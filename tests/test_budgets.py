@@ -194,6 +194,21 @@ def test_residuals_are_no_narrower_than_there_is_memory_for(sizes, us, beta):
     assert not any(c.compressor.residual_dtype for c in found)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "gaps", "us", "beta", "part"),
+    [([134_132, 197_371, 109_382, 27_199, 49_437], [0, 8, 56, 1, 36], 2.7928, 7.7243, 0.75672),
+     ([76_869, 31_510, 52_888, 68_963, 178_417], [0, 42, 76, 45, 74], 3.3056, 14.022, 0.97342)],
+)  # fmt: skip
+def test_fewer_kinds_and_wider_residuals_together_take_no_more_than_what_is_as_fast(sizes, gaps, us, beta, part):
+    """Both give up time for something else; with an allowance each they would take three percent."""
+    packs = compute(0.2, 0.2, name="bf16") + compute(0.1, 0.1, name="int8")
+    job = make_job(sizes, gaps, beta=beta, costs=compute(us, us) + packs)
+    terms = replace(AUTOMATIC, residual_budget_mb=part * 8 * sum(sizes) / MB)
+    found = search(job, [TOY], terms=terms, payload=tenth)
+    assert found.kinds_left_out > 0
+    assert found.predicted_us <= NEAR * (found.predicted_us - found.fewer_kinds_cost_us) * (1 + 1e-9)
+
+
 def test_what_is_forced_is_kept_in_fewer_bits_where_a_budget_wants_that_of_it_alone():
     """With the other tensor raw it fits; with both compressed, or with this one in full, it does not."""
     job = make_job([40_000] * 2, [0, 5], beta=20.0, costs=compute(1.0, 1.0) + compute(0.2, 0.2, name="bf16"))
