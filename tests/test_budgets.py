@@ -711,11 +711,11 @@ def test_of_more_tensors_than_pairs_can_be_tried_of_the_giants_move_together():
     known = normal_sensitivity(specs)
     whole = Effort().patient
     apart, together = (
-        search(job, specs, terms=Terms(error_budget=2.0, all_kinds=True), sensitivity=known, effort=effort)
+        search(job, specs, terms=Terms(error_budget=1.9, all_kinds=True), sensitivity=known, effort=effort)
         for effort in (replace(whole, together=0), whole)
     )
     assert together.predicted_us < 0.98 * apart.predicted_us
-    assert together.error <= 2.0
+    assert together.error <= 1.9
 
 
 def test_many_tensors_of_which_none_is_large_are_searched_within_a_budget():
@@ -847,8 +847,9 @@ def test_forecasts_from_eight_gradients_are_what_a_long_run_owes():
             g = gradient()
             site.send(g, step)
             if step >= 150:
-                owed.append(np.linalg.norm(site.owed) / np.linalg.norm(g))
-        assert said == pytest.approx(rings(spec) * np.median(owed), rel=0.25), text
+                owed.append((np.linalg.norm(site.owed), np.linalg.norm(g)))
+        kept, came = np.linalg.norm(owed, axis=0)
+        assert said == pytest.approx(rings(spec) * kept / came, rel=0.25), text
 
 
 @pytest.mark.parametrize("sampled", [256, 32])
