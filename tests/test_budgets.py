@@ -852,6 +852,26 @@ def test_forecasts_from_eight_gradients_are_what_a_long_run_owes():
         assert said == pytest.approx(rings(spec) * kept / came, rel=0.25), text
 
 
+def test_forecasts_are_what_a_long_run_owes_where_some_gradients_are_larger_than_others():
+    """What is kept comes from the large ones: single steps' ratios to the others would say a third more."""
+    from benchmarks.feedback_gain import Site
+
+    rng = np.random.default_rng(0)
+
+    def gradient(step):
+        return (rng.standard_normal(4096) * (2.0 if step % 8 == 3 else 1.0)).astype(np.float32)
+
+    sample = Sample(TensorSpec("w", (64, 64)), np.stack([gradient(step) for step in range(8)]))
+    said = measure_sensitivity([sample], [TOY]).of(TOY, "w")
+    site, owed = Site(TOY.name, 4096, finer_gain(TOY), 0, 0), []
+    for step in range(300):
+        g = gradient(step)
+        site.send(g, step)
+        owed.append((np.linalg.norm(site.owed), np.linalg.norm(g)))
+    kept, came = np.linalg.norm(owed[150:], axis=0)
+    assert said == pytest.approx(rings(TOY) * kept / came, rel=0.2)
+
+
 @pytest.mark.parametrize("sampled", [256, 32])
 @pytest.mark.parametrize(("inner", "noise"), [(16, 1.0), (8, 0.0)])
 def test_low_rank_forecasts_are_of_gradients_that_are_new_in_every_step(sampled, inner, noise):
