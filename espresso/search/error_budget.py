@@ -314,23 +314,20 @@ def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
 
 
 def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, scale: float) -> Reals:
-    """float64[tensors]: what is kept over what came in, in the last quarter of the steps. Squares are added up before
-    they are divided, as the guard does it: the gradients of some steps are many times those of others.
-    """
+    """float64[tensors]: the median over the last quarter of the steps."""
     compressor = create_compressor(spec)
     traits = compressor.traits
     used = 1.0 if compressor.correction else (traits.gain_at(scale) if gain is None else gain)
     play = _LowRank(made, compressor) if traits.rounds > 1 else _Coded(made, spec, used)
     steps = made.steps if traits.error_feedback else ONE_STEP
-    felt, kept, came = rings(spec, gain, scale), np.zeros(len(made.names)), np.zeros(len(made.names))
+    felt, rows = rings(spec, gain, scale), []
     for step in range(steps):
         gradient = made.step(step)
         left = play.left(gradient, step)
         if step >= steps * 3 // 4:
-            kept += made.norms(left) ** 2
-            came += made.norms(gradient) ** 2
-    owed = felt * np.sqrt(np.divide(kept, came, out=np.zeros_like(came), where=came != 0))
-    return np.asarray(np.nan_to_num(owed, nan=TOO_MUCH, posinf=TOO_MUCH))
+            norms = made.norms(gradient)
+            rows.append(felt * np.divide(made.norms(left), norms, out=np.zeros_like(norms), where=norms != 0))
+    return np.asarray(np.nan_to_num(np.median(rows, axis=0), nan=TOO_MUCH, posinf=TOO_MUCH))
 
 
 class _Coded:
