@@ -223,8 +223,8 @@ def run_block(step: Callable[[], float], place: Place, num_steps: int) -> Block:
 
 def alternate(runners: Sequence[Taker], rounds: int) -> Iterator[Taker]:
     """Every runner once a round, in the orders of a balanced square (Williams, 1949): what follows plain DDP on a slow
-    network may pay for it. So, within rounds, each follows each other one once in as many rounds as there are runners, of
-    an odd number twice in twice as many.
+    network may pay for it. So, within rounds, each follows each other one once in as many rounds as there are runners,
+    of an odd number twice in twice as many.
     """
     number = len(runners)
     steps = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(number)]
