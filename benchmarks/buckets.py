@@ -2,6 +2,7 @@
 
     python -m benchmarks.buckets
     python -m benchmarks.buckets --models mlp --caps 25,1 --compressor dgc:ratio=0.01 --rate 100mbit
+    python -m benchmarks.buckets --models depths,waves --caps auto --rate 100mbit
 
 The papers release a tensor when its gradient is ready; DDP hands over buckets, and one of 25 MB may be ready when
 backward is over. Smaller buckets are the way to begin sooner: with one tensor in each, the paper's unit. Two emulated
@@ -10,7 +11,7 @@ the end of backward until the last average is there. Ratios are to the first siz
 parameter would add: how long a gradient is there before its bucket is handed over, the mean over all elements.
 
 ``auto`` among the sizes is automatic mode with nothing chosen, which may have DDP's buckets laid anew where it expects
-to gain, beside automatic mode that keeps the 25 MB: its ratios are to that.
+to gain, beside automatic mode that keeps the 25 MB: its ratios are to that. Models are the suite's tasks of one model.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import results
 from benchmarks.emulated import format_rate, measure_bulk_rate, open_network, run_workers
 from benchmarks.exchange import uniform
-from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.ratios import paired_ratio
+from benchmarks.suite.task import Task
+from benchmarks.suite.tasks import NAMES, build_task
 from benchmarks.train import Block, Place, alternate, have_decided, process_group, run_block
 from espresso.live.observer import GradientClock
 from espresso.strategies import Bucket
@@ -43,6 +45,9 @@ from espresso.strategies import Bucket
 CAPS = "25,8,1,auto"
 """In MB; 25 is DDP's own."""
 AUTO, AUTO_KEEPS = "auto", "auto, own buckets"
+
+MODELS = tuple(name for name in NAMES if name != "gan")
+"""A GAN is two."""
 
 OPTION = "comp > flat.allgather > dec"
 WARM_UP = 6
@@ -53,7 +58,7 @@ class Trainee:
     """A model in buckets of some size, or of automatic mode's choice."""
 
     name: str
-    workload: Workload
+    task: Task
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     state: Any
@@ -69,19 +74,20 @@ class Trainee:
         self.gradients_ns: deque[dict[str, int]] = deque(maxlen=64)
 
     @classmethod
-    def start(cls, workload: Workload, name: str, compressor: str) -> Trainee:
+    def start(cls, task: Task, name: str, compressor: str) -> Trainee:
         """Wrap and register it."""
         import espresso
 
+        (bare,) = task.make_models()
         if name in (AUTO, AUTO_KEEPS):
-            model = DistributedDataParallel(workload.make_model())
+            model = DistributedDataParallel(bare)
             state = espresso.register(model, adapt=False)
             if name == AUTO_KEEPS:
                 state.session.lay_buckets = lambda cap: False
         else:
-            model = DistributedDataParallel(workload.make_model(), bucket_cap_mb=float(name))
+            model = DistributedDataParallel(bare, bucket_cap_mb=float(name))
             state = espresso.register(model, strategy=uniform(OPTION, compressor))
-        return cls(name, workload, model, workload.make_optimizer(model), state)
+        return cls(name, task, model, task.make_optimizer(model), state)
 
     @property
     def base(self) -> str:
@@ -96,12 +102,9 @@ class Trainee:
 
     def step(self, place: Place) -> float:
         """Train one step; returns its seconds."""
-        inputs, targets = self.workload.batch(self.num_steps, place.rank, place.world_size)
         self.clock.begin()
         began = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.workload.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+        self.task.step([self.model], [self.optimizer], self.num_steps, place.rank, place.world_size)
         self.num_steps += 1
         took = time.perf_counter() - began
         self.gradients_ns.append(self.clock.ready_ns)
@@ -128,8 +131,8 @@ def _sooner_ms(buckets: Sequence[Bucket], handed_us: Sequence[float], ready_ns: 
 
 def work(model: str, names: Sequence[str], compressor: str, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Everything of one model; every rank calls it."""
-    workload, place = build_workload(model), Place.from_env(None)
-    trainees = [Trainee.start(workload, name, compressor) for name in names]
+    task, place = build_task(model), Place.from_env(None)
+    trainees = [Trainee.start(task, name, compressor) for name in names]
     for trainee in trainees:
         trainee.settle(place)
     for trainee in alternate(trainees, rounds):
@@ -173,7 +176,7 @@ def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mlp,gpt,resnet", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--models", default="mlp,gpt,resnet", help=f"of {', '.join(MODELS)}")
     parser.add_argument(
         "--caps", default=CAPS, help="DDP's bucket_cap_mb, the others are compared with the first; and auto"
     )
@@ -192,9 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if Place.from_env(None).rank == 0:
             given.worker.write_text(json.dumps(found))
         return 0
-    unknown = [model for model in given.models.split(",") if model not in NAMES]
+    unknown = [model for model in given.models.split(",") if model not in MODELS]
     if unknown:
-        parser.error(f"no model is called {unknown[0]!r}; there are {', '.join(NAMES)}")
+        parser.error(f"no model is called {unknown[0]!r}; there are {', '.join(MODELS)}")
     try:
         if any(float(cap) <= 0 for cap in given.caps.split(",") if cap != AUTO):
             raise ValueError
