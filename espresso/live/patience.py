@@ -6,6 +6,7 @@ import math
 
 from espresso.live.change import Change
 from espresso.live.watch import WINDOW
+from espresso.model.job import STEADY
 
 SUPPOSED_US = 250_000.0
 """What the first turn is supposed to take."""
@@ -20,8 +21,9 @@ REST = 10
 MOST_DOUBLINGS = 3
 """Of the price of a turn, one for each in a row that brought nothing, for changes of their kind and no greater."""
 
-MUST_GAIN = 0.05
-"""Another strategy is taken for at least this part of a step, or if it is as fast and compresses less."""
+MUST_GAIN = STEADY
+"""Another strategy is taken for at least this part of a step, or if it is as fast and compresses less: less than what
+steady steps differ by is not told from noise."""
 
 
 class Patience:
