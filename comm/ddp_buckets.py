@@ -111,11 +111,12 @@ def lay_anew(ddp: Any, bucket_cap_mb: float, state: object, hook: Callable[..., 
         ddp._bucket_config = type(config).create(
             bucket_cap_mb=bucket_cap_mb, bucket_cap_mb_list=None, use_python_reducer=False
         )
-    ddp.reducer._remove_autograd_hooks()
+    before = ddp.reducer
     with _as_held(ddp):
         parameters, is_sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
+    before._remove_autograd_hooks()  # not before there is another: one without hooks would average nothing
     ddp._has_rebuilt_buckets = False
     dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     logger.info("buckets: DDP's were laid anew, as bucket_cap_mb=%g lays them", bucket_cap_mb)

@@ -75,6 +75,8 @@ class Front:
         self._names = names
         self._known: dict[int, tuple[tuple[int, ...], Bucket]] = {}
         self._count, self._latest = 0, -1
+        self._arrived: set[str] = set()
+        self._handles: list[Any] = []
         self._learn(module)
         if not isinstance(module, DistributedDataParallel):  # whose flags count
             self._handle = module.register_forward_pre_hook(StaysBehind(self._forward))
@@ -82,6 +84,30 @@ class Front:
     def _learn(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
         self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
+        if self.drops_averages:
+            for parameter in module.parameters():
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    arrives = partial(self._arrives, name)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(arrives))  # type: ignore[no-untyped-call]
+
+    def _arrives(self, name: str, _: torch.Tensor) -> None:
+        self._arrived.add(name)
+
+    def detach(self) -> None:
+        """Look at no parameter any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def without_gradient(self, bucket: GradBucket) -> tuple[set[str], set[str]]:
+        """Which tensors a bucket has, and those of them that got no gradient since the last exchange: what it holds of
+        these is left over from earlier steps. Where averages are dropped; to be asked once.
+        """
+        names = {self._names[id(each)] for each in bucket.parameters() if id(each) in self._names}
+        silent = names - self._arrived
+        self._arrived -= names
+        return names, silent
 
     def _forward(self, module: torch.nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling():

@@ -27,7 +27,7 @@ from espresso.cpu_offload.jit import source_digest
 from espresso.jit.kernels import keep
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.race import Arm, Race
-from espresso.live.script import StepGuard
+from espresso.live.script import LossScale, StepGuard
 from espresso.model import timeline_kernels
 from espresso.model.job import STEADY, Profile
 from espresso.search import order_kernels
@@ -185,6 +185,28 @@ def test_of_an_optimizer_of_two_models_the_jobs_own_groups_count():
         assert guard.gain_scale == 4.0
     finally:
         guard.remove()
+
+
+def test_an_optimizer_that_gets_parameters_of_the_job_later_is_ours_then():
+    ours, others = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    optimizer, failed = torch.optim.SGD(others.parameters()), EspressoError("failed")
+    guard = StepGuard({id(p) for p in ours.parameters()}, has_momentum=True, error=lambda: failed)
+    try:
+        optimizer.step()
+        optimizer.add_param_group({"params": ours.weight})
+        with pytest.raises(EspressoError, match="failed"):
+            optimizer.step()
+        optimizer.add_param_group({"params": ours.bias, "momentum": 0.9})
+        with pytest.raises(ValueError, match="momentum correction"):
+            optimizer.step()
+    finally:
+        guard.remove()
+
+
+def test_a_scaler_that_is_off_scales_nothing():
+    """Or each plain step would look for infs."""
+    assert LossScale(torch.amp.GradScaler("cpu", enabled=False))() is None
+    assert LossScale(torch.amp.GradScaler("cpu", init_scale=8.0))() == 8.0
 
 
 # -- scenarios, on two nodes of two ranks or of one ----------------------------------------------------------

@@ -226,12 +226,25 @@ THREE_COSTS = tuple(cost for spec in THREE for cost in compute(0.001, 0.001, nam
 
 
 @pytest.mark.parametrize(
-    ("gap_us", "beta", "terms", "says", "lays"),
-    [(100, 8.0, Terms(), 1, 1), (100, 8.0, EXACT, None, None), (1000, 1.0, Terms(), 1, None)],
-    ids=["worth it", "where all travels as it is, buckets change little", "nobody races it, and predictions are off"],
+    ("gap_us", "beta", "late_us", "terms", "says", "lays"),
+    [
+        (100, 8.0, 0, Terms(), 1, 1),
+        (100, 8.0, 0, EXACT, None, None),
+        (1000, 1.0, 0, Terms(), 1, None),
+        (1000, 1.0, 400, Terms(), 1, None),
+    ],
+    ids=[
+        "worth it",
+        "where all travels as it is, buckets change little",
+        "nobody races it, and predictions are off",
+        "others would come late too",
+    ],
 )
-def test_automatic_mode_lays_buckets_within_its_terms_and_where_that_is_sure_to_gain(gap_us, beta, terms, says, lays):
+def test_automatic_mode_lays_buckets_within_its_terms_and_where_that_is_sure_to_gain(
+    gap_us, beta, late_us, terms, says, lays
+):
     job = ddp_job([MIB] * 8, [0, *[gap_us] * 7], beta=beta, costs=compute(0.01, 0.01))
+    job = replace(job, bucket_ready_us=tuple(at + late_us for at in job.ready_us))
     online: Any = SimpleNamespace(_groups=SimpleNamespace(beside=None), _offered=[TOY], _terms=terms)
     OnlineSearch._advise_bucket_size(online, job, search(job, TOY, terms=terms))
     assert online.bucket_cap_mb == lays

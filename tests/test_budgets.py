@@ -68,6 +68,7 @@ from tests.timeline_jobs import CLUSTERS, GATHER, TOY, compute, jobs, make_job, 
 
 slow_ok = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 FP16 = CompressorSpec("fp16")
+TERN = CompressorSpec("twobit")
 BOTH = compute(1.0, 1.0) + compute(0.5, 0.5, name="fp16")
 LOSSES = Sensitivity({TOY: {"*": 0.8, "t0": 0.2}, FP16: {"*": 0.01}})
 
@@ -240,6 +241,16 @@ def test_a_compressor_may_be_named_with_how_its_residual_is_kept():
     assert {c.compressor for c in found.strategy.choices.values()} == {narrow}
     assert found.error == pytest.approx(0.9)
     assert found.residual_bytes <= 120_000 * 2.1
+
+
+def test_how_a_named_compressor_keeps_its_residual_stays_in_a_race_too():
+    """Wider ones were not offered, and a live job has no cost of them."""
+    narrow = TOY.kept_as("int8")
+    costs = compute(1.0, 1.0, name=str(narrow)) + compute(0.1, 0.1, name="int8")
+    for more, storage in ((compute(1.0, 1.0), "float32"), ((), "float32"), (compute(1.0, 1.0), "int8")):
+        job = make_job([40_000] * 3, [0, 5, 5], beta=20.0, costs=costs + more)
+        found = search(job, [narrow], terms=replace(AUTOMATIC, residual_dtype=storage), payload=tenth)
+        assert {str(c.compressor) for c in found.strategy.choices.values()} == {str(narrow)}
 
 
 def test_packing_takes_what_the_casts_take():
@@ -575,6 +586,21 @@ def test_tensors_take_what_they_are_forced_to():
     assert str(again.strategy.choices["t2"].compressor) == "efsignsgd"
 
 
+@pytest.mark.parametrize("forced", [str(TOY), f"{TOY} via {GATHER.option}", "fp16"])
+def test_what_some_tensors_are_forced_to_is_nothing_for_the_others(forced):
+    """Neither by the simple strategy, whose compressor holds most, nor by merging kinds, nor by a baseline."""
+    offered = TERN if forced == "fp16" else FP16
+    costs = BOTH + compute(0.9, 0.9, name=str(TERN))
+    job = make_job([90_000, 40_000, 40_000], [0, 5, 5], beta=20.0, costs=costs)
+    terms = replace(AUTOMATIC, constraints=Constraints(force={"t0": forced}))
+    found = search(job, [offered], terms=terms, payload=two_sizes)
+    assert found.alternatives
+    for row in found.alternatives:
+        assert {c.compressor for name, c in row.strategy.choices.items() if name != "t0"} <= {offered, NONE}, row.name
+    again = replan(job, found.strategy, terms=terms, payload=two_sizes)
+    assert {c.compressor for name, c in again.strategy.choices.items() if name != "t0"} <= {offered, NONE}
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -651,7 +677,7 @@ def test_what_is_certified_is_what_may_be_returned_where_exchanges_travel_togeth
     terms = Terms(constraints=Constraints(keep_exact=("t1",)), all_kinds=False)
     space = space_of(job, (TOY,), tenth, terms, None)
     apart = Strategy.uniform(job.tensors, job.cluster, GATHER).with_choices({"t1": PLAIN})
-    riding = Settler(job, terms, space.ledger)._riding(apart)
+    riding = Settler(job, space)._riding(apart)
     assert is_rider(riding.choices["t1"]) == (mode is Mode.DDP)
     evaluator = Evaluator(job, space.units(job), 0)
     assert (_merged_too(job, space, evaluator, (0,), 1e9) < 1e9) == (mode is Mode.DDP)
@@ -990,7 +1016,9 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
     signs, other = map(CompressorSpec.parse, ("efsignsgd", "dgc:ratio=0.01"))
     choice = Choice(parse_option("comp > flat.allgather > dec"), signs)
     forecast = {signs: {"t0": 1.0}, other: {"t0": 4.0}}
-    search = SimpleNamespace(_wanted=lambda: (), _forecast=forecast, _measured=set(), gain_scale=lambda: 1.0)
+    search = SimpleNamespace(
+        _wanted=lambda: (), _forecast=forecast, _measured=set(), _forecast_scale=1.0, gain_scale=lambda: 1.0
+    )
     for measured in ({"t0": (choice, 2.0)}, {}):  # it is not looked at for long enough at first
         search.measured_owed = lambda measured=measured: measured
         job = OnlineSearch._with_sensitivity(search, mixed_job(2))
@@ -1003,7 +1031,8 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     """And what tensors were found to owe still counts."""
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, gain_scale=lambda: 4.0,
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), _forecast_scale=None, gain=None,
+        gain_scale=lambda: 4.0,
         _sampler=SimpleNamespace(samples=list), measured_owed=lambda: {"t1": (GATHER, 7.0)},
         _tensors={"t0": 0, "t1": 0},
     )  # fmt: skip
@@ -1012,6 +1041,10 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     assert known.of(signs, "t1") == 7.0
     assert online._forecast[signs]["*"] == normal_sensitivity([signs], scale=4.0).of(signs, "t0")
     assert search(job, [TOY], payload=two_sizes).strategy.gain_scale == 4.0
+    # A schedule moves the optimizer's momentum, and with it what comes back in a step.
+    online.gain_scale, online.measured_owed = (lambda: 0.25), dict
+    known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])
+    assert known.of(signs, "t1") == normal_sensitivity([signs], scale=0.25).of(signs, "t1")
 
 
 def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
@@ -1025,7 +1058,8 @@ def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
     assert [sample.tensor.name for sample in sampler.samples()] == ["used"]
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, gain_scale=lambda: 1.0,
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), _forecast_scale=None, gain=None,
+        gain_scale=lambda: 1.0,
         _sampler=sampler, measured_owed=dict, _tensors=dict.fromkeys(("used", "idle")),
     )  # fmt: skip
     known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])

@@ -68,6 +68,13 @@ def test_what_has_no_gradient_in_a_part_of_a_tensor_stays_owed_there(played):
             assert waiting > 1000
 
 
+def test_a_gradient_that_an_earlier_step_left_is_none(played):
+    for found in played(left_over):
+        for lost, waiting in found:
+            assert lost == 0.0
+            assert waiting > 1000
+
+
 def test_what_one_rank_did_not_use_is_sent_once_it_does(played):
     """Plain steps go on sending, and a flush goes on, on both ranks."""
     everybody = played(unused_by_one)
@@ -337,6 +344,33 @@ def unused_by_all(rank: int) -> list[tuple[float, float]]:
             kept = kept_on_all_ranks(state, ours)
         lost = max(float((sums[name] - kept[name].reshape(-1) / 2).abs().max()) for name in sums)
         found.append((lost, waiting))
+    return found
+
+
+def left_over(rank: int) -> list[tuple[float, float]]:
+    """What plain DDP averaged of the second half in steps that use it, less what ours did and what the ranks keep: in
+    the others its gradient is what an earlier step left, as with an optimizer for each half. Also with what is carried.
+    """
+    found = []
+    for carries in (False, True):
+        plain, ours = (wrap(Halves(), find_unused_parameters=True) for _ in range(2))
+        apart, waiting = torch.zeros(3000), 0.0
+        with registered(ours, ALLGATHER, "topk:ratio=0.1", feedback_gain=1.0) as state:
+            for step in range(9):
+                if carries and step == 2:  # what is owed by now is sent by plain steps
+                    state.use(strategy_for(ours, Cluster(2, 1)))
+                is_used = step in (0, 1, 5, 8)
+                for sign, ddp in ((1, plain), (-1, ours)):
+                    ddp.module.always.grad = None
+                    if is_used:
+                        ddp.module.now_and_then.grad = None
+                    ddp(10 * step + rank, is_used).backward()
+                    if is_used:
+                        apart += sign * ddp.module.now_and_then.grad
+                if step == 4:
+                    waiting = float(kept_on_all_ranks(state, ours)["now_and_then"].abs().sum())
+            kept = kept_on_all_ranks(state, ours)["now_and_then"]
+        found.append((float((apart - kept / 2).abs().max()), waiting))
     return found
 
 
@@ -890,6 +924,7 @@ def square_loss(rank: int) -> Step:
 SCENARIOS = (
     find_unused,
     unused_by_all,
+    left_over,
     unused_by_one,
     unused_for_long,
     used_in_part,

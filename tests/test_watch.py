@@ -422,7 +422,9 @@ def test_a_switch_pays_once_the_change_has_lasted():
     assert Patience.pays_after(100.0, 90.0, losses_less=False, is_clear=True, price_us=100.0) == 10.0
     assert Patience.pays_after(100.0, 90.0, losses_less=False, is_clear=False, price_us=100.0) == math.inf
     assert Patience.pays_after(100.0, 97.0, losses_less=False, is_clear=True, price_us=0.0) == math.inf
-    assert Patience.pays_after(100.0, 99.0, losses_less=True, is_clear=False, price_us=100.0) == 0.0
+    for as_fast_us in (99.0, 101.9):
+        assert Patience.pays_after(100.0, as_fast_us, losses_less=True, is_clear=False, price_us=100.0) == 0.0
+    assert Patience.pays_after(100.0, 102.1, losses_less=True, is_clear=True, price_us=0.0) == math.inf
 
 
 def test_history_has_the_same_rows_everywhere_and_one_log_line_on_rank_0(caplog):

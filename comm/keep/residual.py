@@ -254,6 +254,10 @@ class Residual:
         """Of what is kept."""
         return self.memory.square_sum(self.old) / self.gain**2
 
+    def tensor_at(self, start: int) -> str:
+        """The tensor whose numbers lie here in the buffers."""
+        return self.runs[bisect_right(self.starts, start) - 1].tensor
+
     def locate(self, group_start: int) -> int:
         """Where the element at this position of the group lies in the buffers."""
         index = bisect_right(self.runs, group_start, key=lambda run: run.group_start) - 1

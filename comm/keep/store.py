@@ -103,6 +103,7 @@ class ResidualStore:
         live: those in use by the plan.
         waits: whether what is owed of a stretch without any gradient is kept until it has some: its average may be
             dropped, as by DDP of a parameter that no rank used. On the host.
+        silent: tensors that got no gradient on this rank in this iteration, whatever is left over of earlier ones.
         unsent: tensors of whose carry some was not in the last iteration that counted.
     """
 
@@ -112,6 +113,7 @@ class ResidualStore:
         self.storage = check_storage(storage)
         self._reported = 0
         self.waits = False
+        self.silent: set[str] = set()
         self.remote: Remote | None = None
         self.live: list[Residual] = []
         self.carry: dict[str, Array] = {}
@@ -322,6 +324,11 @@ class ResidualStore:
         for address in claimed:
             del self._waiting[address]
         return claimed
+
+    def hears(self, tensors: set[str], silent: set[str]) -> None:
+        """Of these tensors, which all come now, some got no gradient."""
+        self.silent -= tensors
+        self.silent |= silent
 
     def used_carry(self, tensor: str, start: int, numel: int, left: Array | None = None) -> None:
         """A stretch of the carry of ``tensor`` went into this iteration; a commit keeps only what is ``left`` of it.

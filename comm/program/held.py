@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -116,13 +116,14 @@ class Kept:
 
     Attributes:
         correction: moves the velocity; None without one.
-        waits: see :class:`~espresso.comm.keep.store.ResidualStore`.
+        waits, silent: see :class:`~espresso.comm.keep.store.ResidualStore`; of sums nobody is silent alone.
     """
 
     residual: Residual | None = None
     velocity: Residual | None = None
     correction: MomentumCorrection | None = None
     waits: bool = False
+    silent: Collection[str] = frozenset()
 
     def starts(self, runs: Sequence[Run]) -> Starts:
         """Where these runs begin in the buffers."""
@@ -148,12 +149,16 @@ class Kept:
 
     def around(self, encoding: Encoding, encode: Callable[[Encoding], object]) -> None:
         """Encode; segments without any gradient keep what they owe, if they are to (``waits``)."""
-        feedback, source = encoding.feedback, encoding.source
-        if feedback is None or not self.waits:
+        feedback, source, residual = encoding.feedback, encoding.source, self.residual
+        if feedback is None or residual is None or not self.waits:
             encode(encoding)
             return
         rows = zip(encoding.starts, encoding.layout.numels, feedback.starts, strict=True)
-        idle = [slice(at, at + n) for start, n, at in rows if n and not _any(source[start : start + n])]
+        idle = [
+            slice(at, at + n)
+            for start, n, at in rows
+            if n and (residual.tensor_at(at) in self.silent or not _any(source[start : start + n]))
+        ]
         old = feedback.old.copy() if idle else feedback.old  # the buffer itself may be lent to who saves it
         for part in idle:
             old[part] = 0
@@ -191,7 +196,8 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     if velocities is not None and part.is_first(index):
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)
-    return Kept(residual, velocity, correction, part.context.store.waits)
+    store = part.context.store
+    return Kept(residual, velocity, correction, store.waits, store.silent if part.is_first(index) else frozenset())
 
 
 def _any(numbers: Array) -> bool:
@@ -265,7 +271,8 @@ def _add(part: Part, store: ResidualStore, weight: float) -> None:
     if store.carry:
         for run in part.home.runs:
             carried = store.carry.get(run.tensor)
-            if carried is not None and not (store.waits and not part.home.stretch(run).any()):
+            idle = store.waits and (run.tensor in store.silent or not part.home.stretch(run).any())
+            if carried is not None and not idle:
                 values = torch.from_numpy(carried[run.tensor_start : run.tensor_start + run.numel])
                 _add_to(part, run, values, weight, store)
 

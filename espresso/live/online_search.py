@@ -56,6 +56,7 @@ from espresso.strategies import (
     TensorSpec,
     plan,
 )
+from espresso.strategies.fields import FormError
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
@@ -110,6 +111,7 @@ class OnlineSearch:
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self._measured: set[tuple[CompressorSpec, str]] = set()
+        self._forecast_scale: float | None = None
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
         self.gain_scale: Callable[[], float] = lambda: 1.0
@@ -251,7 +253,7 @@ class OnlineSearch:
                 if later:
                     found = [replace(c, strategy=c.strategy.over((*c.strategy.tensors, *later))) for c in found]
                 self.why_none = ""
-            except JobError as error:  # what was asked leaves nothing
+            except FormError as error:  # what was asked leaves nothing
                 logger.warning("automatic mode found no strategy: %s; gradients stay as they are", error)
                 found, self.why_none = [], f"the search found no strategy: {error}"
             except Exception as error:  # every rank must hear of it, or they wait for the answer
@@ -335,6 +337,8 @@ class OnlineSearch:
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
         wanted, scale = self._wanted(), self.gain_scale()
+        if scale != self._forecast_scale:  # what comes back sooner owes less
+            self._forecast, self._measured, self._forecast_scale = {}, set(), scale
         fresh = [spec for spec in wanted if spec not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
@@ -398,7 +402,7 @@ class OnlineSearch:
 
     def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
         """Say which bucket size would be better; it is to be had where it is worth a switch that nobody can race."""
-        from espresso.search.search import advised_bucket_cap
+        from espresso.search.search import advised_bucket_cap, as_others_us
 
         if self._groups.beside is not None:
             return  # buckets are modules
@@ -407,7 +411,7 @@ class OnlineSearch:
             found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB, self._terms)
         self.advice, self.bucket_cap_mb = "", None
         if found is not None:
-            if found.predicted_us < (1 - MUST_GAIN) * result.predicted_us:
+            if found.predicted_us < (1 - MUST_GAIN) * as_others_us(result):
                 self.bucket_cap_mb = found.bucket_cap_mb
             self.advice = (
                 f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"

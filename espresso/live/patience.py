@@ -7,6 +7,7 @@ import math
 from espresso.live.change import Change
 from espresso.live.watch import WINDOW
 from espresso.model.job import STEADY
+from espresso.search.terms import NEAR
 
 SUPPOSED_US = 250_000.0
 """What the first turn is supposed to take."""
@@ -99,6 +100,6 @@ class Patience:
             price_us: of switching, there and back.
         """
         gain_us = ours_us - theirs_us
-        if losses_less and gain_us >= 0:
+        if losses_less and theirs_us <= NEAR * ours_us:
             return 0.0
         return price_us / gain_us if is_clear and gain_us > MUST_GAIN * ours_us else math.inf

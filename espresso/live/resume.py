@@ -194,6 +194,8 @@ def _why_not(session: Session, strategy: Strategy, gone: Sequence[CompressorSpec
         return f"{', '.join(sorted(map(str, gone)))} is none of the compressors that are given now"
     if strategy.num_through_servers and not session.groups.cluster.num_servers:
         return "it goes through parameter servers, and there are none"
+    if session.groups.host_copies and any(choice.option.moves_matrices for choice in strategy.choices.values()):
+        return "it transforms matrices on another device than it compresses them on, as no job on GPUs can"
     for tensor in strategy.tensors:
         if not terms.constraints.allows(strategy.choices[tensor.name], terms.constraints.kind_of(tensor)):
             return f"tensor {tensor.name!r} may not take what it took"

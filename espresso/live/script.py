@@ -38,7 +38,7 @@ class LossScale:
         self._asked.clear()
 
     def __call__(self) -> float | None:
-        if self._scaler is None:
+        if self._scaler is None or not getattr(self._scaler, "is_enabled", lambda: True)():
             return self._by_hand
         if not self._asked:
             self._asked.append(float(self._scaler.get_scale()))
@@ -58,20 +58,23 @@ class LossScale:
 class OurOptimizers:
     """Which optimizers step parameters of the job: ``ours`` has the ``id`` of each of those.
 
-    ``meet`` is called with every group that has some when its optimizer is first seen, and may refuse it.
+    ``meet`` is called with every group that has some when its optimizer is first seen, or has more of them, and may
+    refuse it.
     """
 
     def __init__(self, ours: Collection[int], meet: Callable[[str, dict[str, Any]], None] = lambda *_: None) -> None:
         self._ours, self._meet = ours, meet
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer not in self._seen:
+        num_groups, is_ours = self._seen.get(optimizer, (0, False))
+        if num_groups != len(optimizer.param_groups):  # more come while a job trains
             groups = self._of(optimizer)
             for group in groups:
                 self._meet(type(optimizer).__name__, group)
-            self._seen[optimizer] = bool(groups)
-        return self._seen[optimizer]
+            is_ours = bool(groups)
+            self._seen[optimizer] = len(optimizer.param_groups), is_ours
+        return is_ours
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         return [group for group in optimizer.param_groups if any(id(each) in self._ours for each in group["params"])]
@@ -82,7 +85,7 @@ class OurOptimizers:
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         """Of those that were seen, and still are there."""
-        return (optimizer for optimizer, is_ours in list(self._seen.items()) if is_ours)
+        return (optimizer for optimizer, (_, is_ours) in list(self._seen.items()) if is_ours)
 
 
 _REFUSING: weakref.WeakSet[StepGuard] = weakref.WeakSet()

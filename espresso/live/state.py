@@ -225,6 +225,8 @@ class EspressoState(View):
             self._scale.begin()
             session.has_inputs = front.has_inputs()
             session.store.waits = front.drops_averages and session.runtime.place.is_host
+        if session.store.waits:
+            session.store.hears(*front.without_gradient(bucket))
         if self._before_exchange:
             scale = self._scale()
             for prepare in self._before_exchange:
@@ -449,6 +451,8 @@ class EspressoState(View):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        if self._front is not None:
+            self._front.detach()
         if self._session is not None:
             self._abandon.detach()
             self._session.close()

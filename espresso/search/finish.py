@@ -31,7 +31,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
         sizes: of partitions, that were searched.
     """
     terms = space.terms
-    settler = Settler(job, terms, space.ledger)
+    settler = Settler(job, space)
     # What an older strategy has ride keeps a residual as well, which the search does not know.
     choices = (choice for row in (result.chosen, *result.alternatives) for choice in row.strategy.choices.values())
     fits = terms.residual_budget_mb is None or not any(map(is_rider, choices))
@@ -49,7 +49,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     cap = result.strategy.bucket_cap_mb
     plain = replace(plain, strategy=replace(plain.strategy, bucket_cap_mb=cap))
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
-    if terms.races and (simple := settler.simplest(result, space.specs)) is not None:
+    if terms.races and (simple := settler.simplest(result)) is not None:
         rows = [*rows[:MAX_CANDIDATES], simple]
     # In a race plain DDP stands for all that compress nothing.
     may_be_raw = terms.constraints.force or not terms.races

@@ -184,7 +184,7 @@ def advised_bucket_cap(
         return None
     found = search(laid[best], compressors, partitions=partitions, terms=terms, certified=False)
     row = CapRow(best, len(laid[best].laid_out), found.predicted_us, found.uncompressed_us)
-    return row if NEAR * row.predicted_us < min(own, _as_others_us(result)) else None
+    return row if NEAR * row.predicted_us < min(own, as_others_us(result)) else None
 
 
 @_collector_waits()
@@ -204,7 +204,7 @@ def replan(
     the old strategy.
 
     Args:
-        compressor: by default those that the old strategy uses.
+        compressor: by default those that the old strategy uses where nothing is forced.
         terms: by default those that the old strategy's notes say it was searched under.
         sensitivity: as for :func:`search`.
 
@@ -215,8 +215,9 @@ def replan(
     old.check_model(job.tensors, job.cluster)
     job = as_asked(job, old.bucket_cap_mb)
     job = replace(job, meta={GAIN_SCALE: old.gain_scale, **job.meta})
-    used = dict.fromkeys(choice.compressor for choice in old.choices.values())
     terms = terms or Terms.of(old.notes) or Terms()
+    free = (tensor.name for tensor in job.tensors if terms.constraints.kind_of(tensor) == FREE)
+    used = dict.fromkeys(old.choices[name].compressor for name in free)
     space = space_of(
         job, check_specs(job, tuple(used) if compressor is None else compressor), payload, terms, sensitivity
     )
@@ -251,7 +252,7 @@ def _asking(bucket_cap_mb: float | None, result: SearchResult) -> SearchResult:
     return replace(result, chosen=chosen, alternatives=tuple(others))
 
 
-def _as_others_us(own: SearchResult) -> float:
+def as_others_us(own: SearchResult) -> float:
     """What is chosen for a job's own buckets takes where they are handed over as others would be, with their last
     gradient: measured buckets come later.
     """
@@ -263,7 +264,7 @@ def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) ->
     """The best bucket size's result; the job's own buckets stay unless another gains something."""
     own = results[0]
     best = min(range(len(results)), key=lambda index: results[index].predicted_us)
-    if results[best].predicted_us > _as_others_us(own) / NEAR:
+    if results[best].predicted_us > as_others_us(own) / NEAR:
         best = 0
     found = results[best]
     rows = tuple(
@@ -447,10 +448,11 @@ def _allowed(space: Space, rows: Sequence[_Found]) -> list[_Found]:
 
 def _fitted(space: Space, row: _Found) -> _Found | None:
     """The strategy with what its units may not take replaced, if it keeps to the budgets then."""
-    limits, units = space.terms.constraints, row.evaluator.units
+    units = row.evaluator.units
+    may = space.may if space.terms.races else space.terms.constraints.allows  # where fp16 wins it is searched, too
     for narrow in (False, True):
         choices = tuple(
-            choice if limits.allows(choice, unit.kind) else space.forced(unit.tensors[0], unit.kind, narrow=narrow)
+            choice if may(choice, unit.kind) else space.forced(unit.tensors[0], unit.kind, narrow=narrow)
             for unit, choice in zip(units, row.choices, strict=True)
         )
         fitted = row

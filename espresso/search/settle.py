@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import create_compressor
-from espresso.search.budgets import ROUNDING, Ledger
+from espresso.search.budgets import ROUNDING
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
-from espresso.search.terms import EXACT_VECTORS, MAX_CANDIDATES, NEAR, Terms
+from espresso.search.space import Space
+from espresso.search.terms import EXACT_VECTORS, MAX_CANDIDATES, NEAR
 from espresso.strategies import (
     NONE,
     PLAIN,
@@ -108,10 +109,10 @@ class Settled:
 class Settler:
     """Prices and changes strategies of one job under the same terms."""
 
-    def __init__(self, job: Job, terms: Terms, ledger: Ledger) -> None:
-        self._job, self._terms, self._ledger = job, terms, ledger
+    def __init__(self, job: Job, space: Space) -> None:
+        self._job, self._space, self._terms, self._ledger = job, space, space.terms, space.ledger
         self._numel = {tensor.name: tensor.numel for tensor in job.tensors}
-        self._asked = {tensor.name: terms.constraints.kind_of(tensor) for tensor in job.tensors}
+        self._asked = {tensor.name: space.terms.constraints.kind_of(tensor) for tensor in job.tensors}
         self._units, self._evaluators = units_of(job), dict[int, Evaluator]()
         self._predicted: dict[object, float] = {}  # by partition size and choices: many are come upon twice
         self.plain_us = 0.0
@@ -185,7 +186,7 @@ class Settler:
         return self._job.forward_us + evaluator.makespan(evaluator.encode(choices)) + self._job.optimizer_us
 
     def _may(self, name: str, choice: Choice) -> bool:
-        return self._terms.constraints.allows(choice, self._asked[name])
+        return self._space.may(choice, self._asked[name])
 
     # -- 2 few kinds ---------------------------------------------------------------------------------
 
@@ -251,26 +252,27 @@ class Settler:
 
     # -- the simple strategy -------------------------------------------------------------------------
 
-    def simplest(self, result: SearchResult, offered: Sequence[CompressorSpec]) -> Ranked | None:
-        """Everything compressed once by one compressor, and exchanged in one routine, in one piece.
+    def simplest(self, result: SearchResult) -> Ranked | None:
+        """Everything compressed once by one compressor, and exchanged in one routine, uncut unless asked otherwise.
 
-        By the compressor that holds most, or where that takes several rounds or a budget rules it out by the one that
-        is predicted to be fastest of those ``offered`` that may.
+        By the compressor that holds most of what nothing is forced on, or where that takes several rounds or a budget
+        rules it out by the one that is predicted to be fastest of those offered that may.
 
         Returns:
             The strategy, or None where the search compressed nothing, or where no compressor may.
         """
         strategy = result.chosen.strategy
+        some = strategy.compressors - {NONE}
         used = Counter(
             {spec: sum(self._numel[n] for n, c in strategy.choices.items() if c.compressor == spec)
-             for spec in strategy.compressors - {NONE}}
+             for spec in some.intersection(self._space.specs) or some}
         )  # fmt: skip
         if not used:
             return None
         most = max(sorted(used, key=str), key=lambda one: used[one])
         row = self._everything(result, most)
         if row is None:
-            others = [self._simulated(other) for spec in offered if (other := self._everything(result, spec))]
+            others = [self._simulated(other) for spec in self._space.specs if (other := self._everything(result, spec))]
             row = min(others, key=lambda one: one.predicted_us, default=None)
         return None if row is None else self.priced(row)
 
@@ -280,7 +282,7 @@ class Settler:
             return None
         choice = Choice(parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT), spec)
         changes = {name: choice if self._may(name, choice) else c for name, c in strategy.choices.items()}
-        whole = replace(self._apart(strategy).with_choices(changes), partition_bytes=0)
+        whole = replace(self._apart(strategy).with_choices(changes), partition_bytes=self._terms.partition_bytes or 0)
         if not self._ledger.allows(whole.choices):
             return None
         return replace(result.chosen, name=SIMPLE, strategy=whole, job=self._job)

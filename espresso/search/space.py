@@ -44,6 +44,11 @@ class Space:
         """If there are any."""
         return None if self.terms.constraints == Constraints() else self.terms.constraints
 
+    def may(self, choice: Choice, kind: str) -> bool:
+        """Whether tensors of a kind may take a choice: what others are forced to is not offered to all."""
+        offered = kind != FREE or choice.compressor in (NONE, *self.specs)
+        return offered and self.terms.constraints.allows(choice, kind)
+
     def forced(self, tensor: str, kind: str, *, narrow: bool) -> Choice:
         """What a tensor takes that may not have what others have: the first choice, or what keeps least."""
         leaves = self.every[kind]
