@@ -487,7 +487,7 @@ def other_flags(rank: int) -> dict[str, list[str]]:
 
 
 def compiled(rank: int) -> dict[str, list[str]]:
-    """DDP around a compiled model, whose parameters have longer names."""
+    """DDP around a compiled model."""
 
     def step(ddp: DistributedDataParallel, number: int) -> None:
         ddp(batch(rank, number, 20)).square().mean().backward()

@@ -23,7 +23,7 @@ from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.comm.messages import PLAIN
 from espresso.live.checkpoint import Checkpoint
-from espresso.live.names import named_gradients
+from espresso.live.names import BoundModel, named_gradients
 from espresso.live.state import EspressoState
 from espresso.strategies import Cluster, Device
 from tests.ddp import (
@@ -255,6 +255,16 @@ def test_sparse_gradients_that_nobody_averages_are_none_of_ours() -> None:
     assert list(named_gradients(model)) == ["1.weight", "1.bias"]
     frozen = nn.Sequential(nn.Embedding(9, 4, sparse=True).requires_grad_(False), nn.Linear(4, 2))
     assert list(named_gradients(frozen)) == ["1.weight", "1.bias"]
+
+
+def test_names_are_the_same_whether_a_model_is_compiled_or_not():
+    """Or a checkpoint and a strategy would be refused where ``torch.compile`` was switched on meanwhile."""
+    inside = nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"), nn.Linear(3, 3))
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for model in (inside, torch.compile(inside, backend="eager")):
+        assert list(named_gradients(model)) == names
+        bound = BoundModel.of(model)
+        assert list(bound.parameters) == [tensor.name for tensor in bound.tensors] == names
 
 
 def twice() -> None:

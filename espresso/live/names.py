@@ -59,12 +59,12 @@ class BoundModel:
         """By name, of shards what is here; none if the model is gone."""
         module, known = self.module(), {tensor.name for tensor in self.tensors}
         named: Iterable[tuple[str, Any]] = () if module is None else _inner(module).named_parameters()
-        found = {name: parameter for name, parameter in named if name in known}
+        found = {said: parameter for name, parameter in named if (said := _uncompiled(name)) in known}
         return found if self.shards is None else {name: parameter.to_local() for name, parameter in found.items()}
 
 
 def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters DDP averages gradients of, by name (as in the unwrapped module).
+    """The parameters DDP averages gradients of, by name (as in the module that is not wrapped, and not compiled).
 
     Raises:
         UnsupportedModelError: a parameter whose gradients cannot be exchanged, by name, with the remedy.
@@ -80,7 +80,7 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         except RuntimeError:  # of sparse gradients it tells nothing
             _check_sparse(inner, {id(each) for name, each in named.items() if name not in ignored})
             raise
-    parameters = {name: parameter for name, parameter in named.items() if id(parameter) in averaged}
+    parameters = {_uncompiled(name): each for name, each in named.items() if id(each) in averaged}
     for name, parameter in parameters.items():
         _check(name, parameter)
     devices = {parameter.device for parameter in parameters.values()}
@@ -90,6 +90,11 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             f"the model's parameters lie on several devices ({found}); use one device per process"
         )
     return parameters
+
+
+def _uncompiled(name: str) -> str:
+    """A parameter's name whether ``torch.compile`` was called or not, as PyTorch's own checkpoints have it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _inner(module: torch.nn.Module) -> torch.nn.Module:
