@@ -88,8 +88,10 @@ class Front:
             for parameter in module.parameters():
                 name = self._names.get(id(parameter))
                 if name is not None:
-                    arrives = partial(self._arrives, name)
+                    needs, arrives = parameter.requires_grad, partial(self._arrives, name)
+                    parameter.requires_grad_(True)  # what is frozen now may be trained later
                     self._handles.append(parameter.register_post_accumulate_grad_hook(arrives))  # type: ignore[no-untyped-call]
+                    parameter.requires_grad_(needs)
 
     def _arrives(self, name: str, _: torch.Tensor) -> None:
         self._arrived.add(name)

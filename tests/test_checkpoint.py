@@ -25,7 +25,18 @@ from espresso.live.parts import RESIDUAL, VELOCITY, CheckpointError
 from espresso.live.resume import _to_resume
 from espresso.live.state import EspressoState
 from espresso.search.terms import Terms
-from espresso.strategies import Choice, Cluster, CompressorSpec, Option, Site, Strategy, TensorSpec, parse_option
+from espresso.strategies import (
+    RANK_DEVICES,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Option,
+    Site,
+    Strategy,
+    TensorSpec,
+    compressed_options,
+    parse_option,
+)
 from espresso.strategies.constraints import Constraints
 from tests.ddp import (
     ALLGATHER,
@@ -154,6 +165,7 @@ def to_resume(
     option: Option = GATHER,
     budget_mb: float | None = None,
     shard: Sequence[str] = (),
+    host_copies: bool = False,
     **limits: Any,
 ) -> dict[str, str] | None:
     """What a job goes on with, whose checkpoint has these compressors, and which is given others now."""
@@ -163,7 +175,8 @@ def to_resume(
     now, here = Given.of(given, "auto"), [tensor for tensor in TENSORS if not shard or tensor.name in shard]
     session: Any = SimpleNamespace(
         given=now, profile_only=False, model=SimpleNamespace(shards=shard or None, tensors=here),
-        groups=SimpleNamespace(cluster=TWO, speaks=True, beside=None), follower=Follower(now.schedule(), None, None),
+        groups=SimpleNamespace(cluster=TWO, speaks=True, beside=None, host_copies=host_copies),
+        follower=Follower(now.schedule(), None, None),
         config=SimpleNamespace(terms=Terms(residual_budget_mb=budget_mb, constraints=Constraints(**limits))),
     )  # fmt: skip
     found = _to_resume(
@@ -213,6 +226,10 @@ def test_what_is_given_now_is_kept_to():
     assert to_resume(saved, ["efsignsgd"], force={"b": "dgc:ratio=0.01"}) == saved
     assert to_resume(saved, both, force={"c": "int8"}) is None
     assert to_resume({"a": "efsignsgd"}, ["efsignsgd"], option=PUSH) is None, "there are no servers here"
+    moving = next(o for o in compressed_options(TWO, RANK_DEVICES, summable=True, rounds=2) if o.moves_matrices)
+    for on_gpu in (False, True):  # where matrices stay where they were compressed
+        found = to_resume({"a": "powersgd"}, ["powersgd"], option=moving, host_copies=on_gpu)
+        assert (found is None) == on_gpu
     for shard in ("a", "b"):  # all shards find the same, whatever of the model they have
         assert to_resume(saved, both, shard=shard) == saved
         assert to_resume(saved, ["efsignsgd"], shard=shard) is None
