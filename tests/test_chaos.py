@@ -13,6 +13,9 @@ from benchmarks.emulated import why_not_permitted
 TIMEOUT_S = {Ending.GOES_ON: 12.0}
 """Of the jobs, if not 4 seconds: who is to go on must not lose a rank that a busy machine keeps waiting."""
 
+WITHIN_S = 340.0
+"""From when they are begun: on a slow machine kernels of four are compiled at once, which took one 217 s (warm 18)."""
+
 AT_ONCE = 4
 """Trials that run at the same time: most of their time is waiting."""
 
@@ -51,7 +54,7 @@ def verdicts() -> Iterator[dict[Plan, Future[Verdict]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", LOOPBACK, ids=lambda row: ", ".join(map(str, row)))
 def test_a_job_goes_on_or_its_survivors_name_the_rank(row, verdicts):
-    verdict = verdicts[plan_of(*row, "loopback")].result(150.0)
+    verdict = verdicts[plan_of(*row, "loopback")].result(WITHIN_S)
     assert not verdict.wrong, f"{verdict.wrong}\n{verdict.log}"
 
 
