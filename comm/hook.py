@@ -86,12 +86,11 @@ class Front:
         self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
         if self.drops_averages:
             for parameter in module.parameters():
-                name = self._names.get(id(parameter))
+                name, needs = self._names.get(id(parameter)), parameter.requires_grad
                 if name is not None:
-                    needs, arrives = parameter.requires_grad, partial(self._arrives, name)
-                    parameter.requires_grad_(True)  # what is frozen now may be trained later
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(arrives))  # type: ignore[no-untyped-call]
-                    parameter.requires_grad_(needs)
+                    register: Any = parameter.requires_grad_(True).register_post_accumulate_grad_hook
+                    self._handles.append(register(partial(self._arrives, name)))
+                    parameter.requires_grad_(needs)  # what is frozen now may be trained later
 
     def _arrives(self, name: str, _: torch.Tensor) -> None:
         self._arrived.add(name)
