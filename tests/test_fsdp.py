@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -338,28 +339,166 @@ def distributed_checkpoint(rank: int) -> dict[str, Any]:
     return found | {"same": digests[0] == digests[1]}
 
 
-def parts_of_a_batch(rank: int) -> list[bool]:
-    """A module that is called twice in a pass is reduced twice: as natively, and replicas stay equal."""
-    digests = []
+class Tasks(nn.Module):
+    """Two tasks, each with a scale of one number, which the first shard holds; a step trains one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(2)])
+
+    def forward(self, inputs: torch.Tensor, task: int) -> torch.Tensor:
+        return self.body(inputs) * self.scales[task]
+
+
+class Twice(nn.Module):
+    """A module of two tasks that is called for each: backward reduces it twice, while the model itself is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tasks = nn.Linear(16, 16), Tasks()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(inputs)
+        for task in range(2):
+            hidden = self.tasks(hidden, task)
+        return hidden
+
+
+def twice(*, native: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = Twice()
+    fully_shard(model.tasks, mesh=mesh() if native else mesh()["shard"])
+    return shard(model, native=native)
+
+
+def parts_of_a_batch(rank: int) -> list[Any]:
+    """A module whose two calls in a pass train different parameters is reduced twice: as natively, and replicas stay
+    equal. Exchanges there were.
+    """
+    digests, exchanges = [], []
     for compressor in ("native", "none", "efsignsgd"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
         native = compressor == "native"
-        fully_shard(model[0], mesh=mesh() if native else mesh()["shard"])
-        shard(model, native=native)
+        model = twice(native=native)
         state = None if native else registered(model, compressor, uniform() if compressor == "none" else None)
         for step in range(2):
-            inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
-            model(model(inputs)).square().sum().backward()
+            inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(inputs).square().sum().backward()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter -= 0.001 * parameter.grad
                     parameter.grad = None
             assert replicas_agree(model)
         digests.append(digest(model))
         if state is not None:
+            exchanges.append(state.metrics()["espresso/steps"])
             state.close()
-    return [digests[0] == digests[1], digests[1] != digests[2]]
+    return [digests[0] == digests[1], digests[1] != digests[2], exchanges]
+
+
+def evaluated(rank: int) -> dict[str, Any]:
+    """A forward pass alone leaves the model's own parameters whole: before and between registrations, and before a
+    comparison of the replicas.
+    """
+    found: dict[str, Any] = {"warned": [], "buckets": []}
+    model = shard(tiny())
+    shards = dict(model.named_parameters())
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            loss_of(model, rank, 0)
+        assert not isinstance(model.head.weight, DTensor)
+
+    for _ in range(2):
+        evaluate()
+        with Said() as said:
+            state = registered(model)
+        found["warned"] += said.warnings
+        train(model, rank, [plain])
+        last = state.session.observer.last
+        assert last is not None
+        found["buckets"].append(sum(len(bucket.slots) for bucket in last.buckets))
+        evaluate()
+        state.check_replicas()
+        if not found.get("apart"):
+            with torch.no_grad():
+                shards["head.weight"].to_local().add_(float(rank // 2))
+            with pytest.raises(espresso.DisagreementError) as caught:
+                state.check_replicas()
+            found["apart"] = str(caught.value)
+            with torch.no_grad():
+                shards["head.weight"].to_local().fill_(0.0)
+        state.close()
+    return found
+
+
+def compared_while_whole(rank: int) -> list[float]:
+    """Replicas are compared in every step, also where modules are whole then: between two calls of one in a pass, and
+    where they stay whole after backward. Exchanges there were.
+    """
+    exchanges = []
+    for resharded in (True, False):
+        model = twice()
+        model.set_reshard_after_backward(resharded)
+        with registered(model, check_every=1) as state:
+            for step in range(2):
+                inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(inputs).square().sum().backward()
+            state.check_replicas()
+            exchanges.append(state.metrics()["espresso/steps"])
+    return exchanges
+
+
+def roots_beside_each_other(rank: int) -> list[Any]:
+    """Modules that were sharded, and what holds them was not: one exchange for all, as natively; two where the last
+    comes twice.
+    """
+    found = []
+    for calls in (1, 2):
+        digests, exchanges = [], 0.0
+        for native in (True, False):
+            torch.manual_seed(0)
+            model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), Tasks()])
+            for module in model:
+                fully_shard(module, mesh=mesh() if native else mesh()["shard"])
+            sum_and_divide(model)
+            state = None if native else registered(model, "none", uniform())
+            for step in range(3):
+                hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                for layer in (model[0], model[1], *(partial(model[2], task=task) for task in range(calls))):
+                    hidden = layer(hidden)
+                hidden.square().sum().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter -= 0.001 * parameter.grad
+                            parameter.grad = None
+            digests.append(digest(model))
+            if state is not None:
+                exchanges = state.metrics()["espresso/steps"]
+                state.close()
+        found.append((digests[0] == digests[1], exchanges))
+    return found
+
+
+def unfrozen(rank: int) -> dict[str, Any]:
+    """A parameter trains from the second step on: what is said, and whether a new state takes it."""
+    model = shard(tiny())
+    state = registered(model)
+    train(model, rank, [plain])
+    model.shift.requires_grad_()
+    with pytest.raises(espresso.EspressoError) as caught:
+        loss_of(model, rank, 1).backward()
+    found: dict[str, Any] = {"said": str(caught.value)}
+    began = time.monotonic()
+    state.close()
+    found["closed"] = time.monotonic() - began < 5.0
+    model.zero_grad()
+    with registered(model) as again:
+        train(model, rank, [plain] * 2)
+        found["steps"] = again.metrics()["espresso/steps"]
+        found["taken"] = "shift" in {tensor.name for tensor in again.session.model.wholes}
+    return found
 
 
 def scaled(rank: int) -> list[Any]:
@@ -499,18 +638,6 @@ def begins_alike(rank: int) -> list[bool]:
     theirs = [parameter.full_tensor() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     pairs = [*zip(theirs, first.parameters(), strict=True), *zip(model.buffers(), first.buffers(), strict=True)]
     return [torch.equal(mine, its) for mine, its in pairs]
-
-
-class Tasks(nn.Module):
-    """Two tasks, each with a scale of one number, which the first shard holds; a step trains one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(16, 16)
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(2)])
-
-    def forward(self, inputs: torch.Tensor, task: int) -> torch.Tensor:
-        return self.body(inputs) * self.scales[task]
 
 
 def turns_of_tasks(rank: int) -> tuple[bool, bool]:
@@ -811,6 +938,10 @@ SCENARIOS = (
     used_apart,
     distributed_checkpoint,
     parts_of_a_batch,
+    evaluated,
+    compared_while_whole,
+    roots_beside_each_other,
+    unfrozen,
     begins_alike,
     turns_of_tasks,
     automatic,
@@ -957,7 +1088,31 @@ def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None
 
 
 def test_a_module_that_is_reduced_twice_in_a_pass(played: Played) -> None:
-    assert played(parts_of_a_batch) == [[True, True]] * 4
+    assert played(parts_of_a_batch) == [[True, True, [4, 4]]] * 4
+
+
+def test_a_model_that_was_evaluated_is_registered_and_compared(played: Played) -> None:
+    for rank, found in enumerate(played(evaluated)):
+        assert found["warned"] == []
+        assert len(set(found["buckets"])) == 1
+        assert f"parameter 'head.weight' on rank {2 + rank % 2} differs from rank {rank % 2}" in found["apart"]
+
+
+def test_replicas_are_compared_while_modules_are_whole(played: Played) -> None:
+    assert played(compared_while_whole) == [[4, 4]] * 4
+
+
+def test_modules_that_were_sharded_beside_each_other_are_one_exchange(played: Played) -> None:
+    assert played(roots_beside_each_other) == [[(True, 3), (True, 6)]] * 4
+
+
+def test_a_parameter_that_is_unfrozen_later_is_named_as_such(played: Played) -> None:
+    for found in played(unfrozen):
+        assert "module '' has other parameters" not in found["said"]
+        assert "unfrozen" in found["said"]
+        assert "close()" in found["said"]
+        assert found["closed"]
+        assert (found["steps"], found["taken"]) == (2, True)
 
 
 def test_every_rank_begins_with_rank_0s_parameters_and_buffers(played: Played) -> None:

@@ -103,8 +103,8 @@ class Front:
         self._state.running()
         self._enter()
         if unit in self._seen:
-            # A module that is called with parts of a batch comes for each. A tensor has one residual, which must be
-            # settled before it is used again.
+            # A module whose calls train different parameters comes for each call. A tensor has one residual, which must
+            # be settled before it is used again.
             self._guarded(self._finish)
         for parameter in unit.parameters:
             if parameter.grad is not None:
@@ -122,7 +122,9 @@ class Front:
         """Take note of the backward pass that runs, and be called at its end."""
         if self._backward is None:
             self._backward = backward_number()
-            at_end_of_backward(self._leave)
+            # Modules that were sharded beside each other each have an end of their own, at which FSDP reduces what is
+            # left. All are asked for by the time the first call comes, so that the second is behind them.
+            at_end_of_backward(partial(at_end_of_backward, self._leave))
         elif self._backward != backward_number():
             raise EspressoError(
                 "a backward pass began before the last one ended, so that some gradients were not averaged over the"
@@ -198,9 +200,11 @@ class Front:
         self._forget()
         if filling:
             name = next(iter(filling)).name
+            where = f"module {name!r}" if name else "the model"
             raise EspressoError(
-                f"module {name!r} has other parameters than when it was registered (were they replaced, or moved?), so"
-                " that their gradients cannot be averaged: call espresso.fsdp.register when the model is complete"
+                f"{where} has other parameters than when it was registered (were they replaced, moved or unfrozen?), so"
+                " that their gradients cannot be averaged: close() the state, and call espresso.fsdp.register again"
+                " when the model is complete"
             )
         if under_way:
             over = self._state.running().end()

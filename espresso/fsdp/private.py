@@ -11,7 +11,7 @@ What is taken:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,11 +97,7 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
         UnsupportedModelError: this PyTorch, or something in the model, by name.
     """
     check_version()
-    groups: dict[int, tuple[str, Any]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups_of(module):
-                groups.setdefault(id(group), (name, group))
+    groups = _groups_in(model)
     if any(each.__module__ == "torch.distributed._composable.replicate" for each in type(model).__mro__):
         raise UnsupportedModelError(
             "this module was given replicate(), the one on DDP, which PyTorch keeps no more: use"
@@ -112,7 +108,12 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
             f"espresso.fsdp.register needs modules that were given fully_shard, and this {type(model).__name__} has"
             " none: call torch.distributed.fsdp.fully_shard on it first, or espresso.fsdp.hybrid_shard instead"
         )
-    return [_unit(name, group) for name, group in groups.values()]
+    return [_unit(name, group) for name, group in groups]
+
+
+def shards_in(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The sharded parameters of a model, also while its modules hold whole ones instead."""
+    return [each.sharded_param for _, group in _groups_in(model) for each in group.fsdp_params]
 
 
 def check_version() -> None:
@@ -129,9 +130,14 @@ def check_version() -> None:
         )
 
 
-def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    found: Sequence[Any] = module._get_fsdp_state()._fsdp_param_groups
-    return found
+def _groups_in(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Each with the name of the first module that it is of."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found.setdefault(id(group), (name, group))
+    return list(found.values())
 
 
 def _unit(name: str, group: Any) -> Unit:

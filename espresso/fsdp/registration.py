@@ -15,12 +15,13 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.meeting import stay_away
 from espresso.fsdp.front import Front
-from espresso.fsdp.private import Unit, units_of
+from espresso.fsdp.private import Unit, shards_in, units_of
 from espresso.live.artifacts import tell_profile
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
@@ -68,6 +69,9 @@ def register(
     """
     _refuse_wrappers(model)
     units = units_of(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass alone it holds whole parameters
     group = _group_of(replicate)
     bound = _bind(model, units)
     _check_groups(group, units[0].shards)
@@ -138,6 +142,7 @@ def _bind(model: torch.nn.Module, units: list[Unit]) -> BoundModel:
         tuple(TensorSpec(name, tuple(p.to_local().shape), dtypes[id(p)]) for name, p in here.items()),
         next((parameter.to_local().device for parameter in sharded.values()), torch.device("cpu")),
         Shards(units[0].shards, wholes, {name: _start(parameter, units[0].shards) for name, parameter in here.items()}),
+        shards_in,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class BoundModel:
         tensors: the same, in the module's order.
         device: where they are.
         shards: what they are shards of (FSDP); None where every rank holds all of each (DDP).
+        shards_in: finds them in the module, also while it holds whole ones instead (FSDP).
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -33,6 +34,7 @@ class BoundModel:
     tensors: tuple[TensorSpec, ...]
     device: torch.device
     shards: Shards | None = None
+    shards_in: Callable[[torch.nn.Module], Iterable[Any]] | None = None
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> BoundModel:
@@ -58,9 +60,12 @@ class BoundModel:
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """By name, of shards what is here; none if the model is gone."""
         module, known = self.module(), {tensor.name for tensor in self.tensors}
-        named: Iterable[tuple[str, Any]] = () if module is None else _inner(module).named_parameters()
-        found = {said: parameter for name, parameter in named if (said := _uncompiled(name)) in known}
-        return found if self.shards is None else {name: parameter.to_local() for name, parameter in found.items()}
+        if module is None:
+            return {}
+        if self.shards_in is not None:
+            return {self.names[id(each)]: each.to_local() for each in self.shards_in(module) if id(each) in self.names}
+        named = _inner(module).named_parameters()
+        return {said: parameter for name, parameter in named if (said := _uncompiled(name)) in known}
 
 
 def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
