@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,15 @@ def _checked_size(size: torch.Tensor) -> int:
     return int(size)
 
 
+_LEFT: list[weakref.ref[Any]] = []
+"""Process groups of jobs that nobody holds any more, which torch does: they go before the next ones are made."""
+
+
+def _destroy(group: Any) -> None:
+    with suppress(RuntimeError, ValueError, AssertionError, KeyError):  # the whole world went meanwhile
+        dist.destroy_process_group(group)
+
+
 class _Gone:
     """Stands where a process group was: ``None`` would mean the default one."""
 
@@ -104,6 +114,10 @@ class Groups:
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
+        while _LEFT:
+            group = _LEFT.pop(0)()
+            if group is not None:
+                _destroy(group)
         parent = dist.group.WORLD if process_group is None else process_group
         self._ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self._whole_world = len(self._ranks) == dist.get_world_size()
@@ -310,19 +324,20 @@ class Groups:
         self.alarm.close()
         if dist.is_initialized():
             for member in made:
-                try:
-                    dist.destroy_process_group(member.group)
-                except (RuntimeError, ValueError, AssertionError, KeyError):
-                    break  # the whole world went at the same time
+                _destroy(member.group)
         if wait and LETS_GO_OF_PYTHON:
             for member in made:
                 object.__setattr__(member, "group", _Gone())
         self._upkeep = None
 
     def let_go(self) -> None:
-        """Stop the threads of a job that nobody holds any more; its groups go with their last reference."""
+        """Stop the threads of a job that nobody holds any more, and leave its groups to those that are made next: this
+        is called in any thread, and torch's tables belong to the one that makes groups.
+        """
+        made, self._made = self._made, []
         if self._upkeep is not None:
             self._upkeep.stop()
+        _LEFT.extend(weakref.ref(member.group) for member in made)
         if self.beside is not None:
             self.beside.let_go()
         self.alarm.close()

@@ -79,7 +79,7 @@ class Front:
         self._handles: list[Any] = []
         self._learn(module)
         if not isinstance(module, DistributedDataParallel):  # whose flags count
-            self._handle = module.register_forward_pre_hook(StaysBehind(self._forward))
+            self._handles.append(module.register_forward_pre_hook(StaysBehind(self._forward)))
 
     def _learn(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -96,7 +96,7 @@ class Front:
         self._arrived.add(name)
 
     def detach(self) -> None:
-        """Look at no parameter any more."""
+        """Look at the model no more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -116,8 +116,8 @@ class Front:
         ddp: Any = DistributedDataParallel
         wrapper = ddp._get_active_ddp_module()
         if wrapper is not None and getattr(wrapper.module, "_orig_mod", wrapper.module) is module:
+            self.detach()
             self._learn(wrapper)
-            self._handle.remove()
 
     @staticmethod
     def check(bucket: GradBucket) -> None:

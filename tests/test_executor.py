@@ -1,7 +1,9 @@
 """The executor on real ranks: order, records, never blocking, changes in mid-iteration, failures."""
 
+import gc
 import threading
 import time
+import weakref
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -117,6 +119,39 @@ def run_alone(rank: int) -> list[str]:
 
 def test_one_rank_gets_its_own_gradient_back():
     assert POOL.run(run_alone) == [[]] * NUM_RANKS
+
+
+# What is left
+
+
+def run_released(rank: int) -> list[list[bool]]:
+    """Which of four steps' buckets are still there after each choice's steps, if nobody collects circles."""
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    left = []
+    gc.disable()
+    try:
+        for choice in (PLAIN, lossless(ALLGATHER)):
+            strategy = strategy_of(buckets, exchange.groups.cluster, choice)
+            seen = [
+                [
+                    weakref.ref(b)
+                    for b in exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+                ]
+                for _ in range(4)
+            ]
+            left.append([any(ref() is not None for ref in refs) for refs in seen])
+    finally:
+        gc.enable()
+    exchange.close()
+    return left
+
+
+def test_a_steps_buckets_are_let_go_when_they_are_averaged():
+    """FSDP has new ones in every step. Compressed, the last step's stay where programs work on them."""
+    for plain, compressed in POOL.run(run_released):
+        assert not any(plain)
+        assert not any(compressed[:-1])
 
 
 # Records

@@ -232,6 +232,27 @@ AFTER_A_DEATH = {
     "closes, destroys": (0, "caught()\nstate.close()\ndist.destroy_process_group()"),
     "destroys, closes": (0, "caught()\ndist.destroy_process_group()\nstate.close()"),
     "a thread leaves by sys.exit": (0, "caught()\nthread = threading.Thread(target=sys.exit)\nthread.start()"),
+    "goes on in another job of the same model, and leaves the first one open": (
+        0,
+        """
+caught()
+first, optimizer = state, torch.optim.SGD(ddp.parameters(), lr=0.125)
+try:
+    optimizer.step()
+except espresso.EspressoError as error:
+    assert error is state.error
+else:
+    raise AssertionError("what was not averaged was applied")
+dist.destroy_process_group()
+dist.init_process_group("gloo", init_method=f"file://{program}.store", rank=rank, world_size=3)
+ddp = wrap(ddp.module)
+state = espresso.register(ddp, strategy=strategy_for(ddp, Cluster(3, 1)), ranks_per_node=1, timeout_s=20.0)
+train()
+optimizer.step()
+state.close()
+dist.destroy_process_group()
+""",
+    ),
     "Ctrl-C": (-signal.SIGINT, f"caught()\n{CTRL_C}"),
 }
 """Exit code of the survivors, and what they do."""

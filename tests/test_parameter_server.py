@@ -551,3 +551,18 @@ def run_scaled_once(rank: int, spec: str) -> float:
 @pytest.mark.parametrize("spec", ["fp16", "qsgd"])
 def test_what_keeps_no_residual_has_its_loss_scale_with_momentum_too(servers, spec):
     assert POOL.run(run_scaled_once, spec) == [pytest.approx(1.0, rel=0.05)] * NUM_RANKS
+
+
+def run_small_keys(rank: int) -> int:
+    """How many pushes a worker remembers after thirty steps of one small key."""
+    exchange = exchange_over(NUM_RANKS, 1, rank)
+    assert exchange is not None
+    buckets = make_buckets({"a": 1000})
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, TOPK)))
+    for _ in range(30):
+        exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS))
+    return len(client()._window)
+
+
+def test_pushes_that_were_answered_are_forgotten(servers):
+    assert all(number <= 1 for number in POOL.run(run_small_keys))

@@ -2,10 +2,12 @@
 
 import gc
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 import espresso
 from espresso.comm import collectives, groups, upkeep
 from espresso.comm.alarm import Progress
+from espresso.comm.errors import DisagreementError
 from espresso.comm.parameter_server import transport
-from espresso.strategies import Scope
+from espresso.strategies import Cluster, Scope
+from tests.ddp import strategy_for
 from tests.workers import run_ranks
 
 
@@ -103,6 +107,65 @@ def left_behind(rank: int) -> bool:
 
 def test_a_state_that_is_dropped_leaves_no_thread_behind() -> None:
     assert [outcome.value for outcome in run_ranks(left_behind, 2)] == [False, False]
+
+
+def trials(rank: int, is_observed: bool, folder: str) -> list[tuple[int, int, int]]:
+    """Of jobs of one model, dropped one after the other: process groups, sockets, and hooks on a parameter."""
+    net, found = nn.Linear(4, 4), list[tuple[int, int, int]]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def trial(number: int) -> None:
+        ddp = DistributedDataParallel(net, find_unused_parameters=True)
+        settings: Any = {"artifacts_dir": f"{folder}/{number}", "ranks_per_node": 1, "timeout_s": 20}
+        if is_observed:
+            espresso.observe(ddp, **settings)
+        else:
+            espresso.register(ddp, strategy=strategy_for(ddp, Cluster(2, 1)), **settings)
+        for _ in range(4):
+            ddp(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    def rests() -> bool:
+        gc.collect()
+        return not any(thread.name.startswith("espresso-") for thread in threading.enumerate())
+
+    for number in range(4):
+        trial(number)
+        assert comes_true(rests)
+        hooks: Any = net.weight
+        found.append((len(dist.distributed_c10d._world.pg_names), sockets(), len(hooks._post_accumulate_grad_hooks)))
+    dist.destroy_process_group()  # and what was dropped last goes with it
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    groups.Groups(timeout_s=20).close()
+    assert {path.name for path in Path(folder).glob("*/*")}, "what was seen is on disk"
+    return found
+
+
+def sockets() -> int:
+    return sum(os.readlink(path).startswith("socket") for path in Path("/proc/self/fd").glob("*") if path.is_symlink())
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_jobs_that_are_dropped_leave_nothing_to_those_that_follow(tmp_path: Path, is_observed: bool) -> None:
+    for outcome in run_ranks(trials, 2, is_observed, str(tmp_path), deadline_s=60.0):
+        made, opened, hooks = zip(*outcome.value, strict=True)
+        assert len({*made}) == len({*hooks}) == 1, outcome.value
+        assert opened[-1] < opened[0] + 4, "each job has four"
+
+
+def refused(rank: int) -> int:
+    """Hooks on a parameter after a start that failed."""
+    net: Any = nn.Linear(4, 4)
+    with pytest.raises(DisagreementError):
+        espresso.register(
+            DistributedDataParallel(net, find_unused_parameters=True), ("efsignsgd", "dgc")[rank], timeout_s=20
+        )
+    gc.collect()
+    return len(net.weight._post_accumulate_grad_hooks)
+
+
+def test_a_start_that_fails_leaves_no_hooks() -> None:
+    assert [outcome.value for outcome in run_ranks(refused, 2)] == [0, 0]
 
 
 def test_a_job_looks_at_its_connections_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,8 @@ class Iteration:
         except BaseException as error:  # nobody looks after this iteration any more
             fail_open(self.futures.values(), error)
             raise
+        # They are FSDP's, new in every step, and an iteration is in a circle with its course.
+        self.buffers, self.futures = {}, {}
 
     def touch(self) -> None:
         """Something went on: the deadline begins anew."""

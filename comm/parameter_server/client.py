@@ -139,7 +139,7 @@ class Client:
         server = self.num_workers + key.server
         with self._pushing:
             self._open[key.number], self._latest[key.server] = line, key
-            while self._window and self._in_window + data.nbytes > WINDOW_BYTES:
+            while self._window and (not self._window[0][2] or self._in_window + data.nbytes > WINDOW_BYTES):
                 oldest, num_bytes, sends = self._window.popleft()
                 self._in_window -= num_bytes
                 self._see_off(oldest, sends, timeout_s)

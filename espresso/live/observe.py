@@ -10,10 +10,12 @@ import atexit
 import json
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,14 @@ class ObservedJob:
             undo.pop_all()
         self._marks: ScriptMarks | None = marks
         _LIVE.add(self)
+        # Until the model goes the optimizers' hooks hold this, whoever else does.
+        end = partial(self.recorder.leave, self._artifacts_dir, "the job ended")
+        self._ends = (
+            weakref.finalize(model, self._detach),
+            weakref.finalize(self, _abandon, self._pid, end, self._groups),
+        )
+        for each in self._ends:
+            each.atexit = False
 
     def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:
         """As :meth:`EspressoState.record <espresso.EspressoState.record>`."""
@@ -104,11 +114,17 @@ class ObservedJob:
         """Stop watching, and leave the record in ``artifacts_dir``. It runs by itself at exit."""
         if self._marks is None or os.getpid() != self._pid:
             return
-        self._marks.detach()
+        for each in self._ends:
+            each.detach()
+        self._detach()
         self._marks = None
-        self._forget()
         self.recorder.leave(self._artifacts_dir, "the job ended")
         self._groups.close()
+
+    def _detach(self) -> None:
+        if self._marks is not None:
+            self._marks.detach()
+        self._forget()
 
     def _averaged(self) -> None:
         """DDP has its averages, or was told to exchange nothing."""
@@ -243,6 +259,13 @@ def diagnosed(groups: Groups, recorder: Recorder) -> Diagnosis:
     if not all(isinstance(text, str) for text in texts):
         raise EspressoError("a rank sent no flight record")
     return diagnose([Flight.from_json(json.loads(text)) for text in texts])
+
+
+def _abandon(pid: int, end: Callable[[], None], groups: Groups) -> None:
+    """End what nobody looks at any more; any thread may find that, so none is waited for."""
+    if os.getpid() == pid:
+        threading.Thread(target=end, name="espresso-end").start()  # the process waits for what it writes
+        threading.Thread(target=groups.let_go, name="espresso-end", daemon=True).start()
 
 
 @atexit.register

@@ -88,13 +88,14 @@ class OurOptimizers:
         return (optimizer for optimizer, (_, is_ours) in list(self._seen.items()) if is_ours)
 
 
-_REFUSING: weakref.WeakSet[StepGuard] = weakref.WeakSet()
+_GUARDS: weakref.WeakSet[StepGuard] = weakref.WeakSet()
 
 
 class StepGuard:
     """Looks at every step of an optimizer of the job's parameters.
 
-    After a failed exchange ``optimizer.step()`` raises the original error, which DDP has worded as a cast.
+    After a failed exchange ``optimizer.step()`` raises the original error, which DDP has worded as a cast. Who averages
+    some of these parameters' gradients next looks in place of this one.
 
     Args:
         ours: ``id`` of every parameter whose gradients the job averages.
@@ -107,10 +108,11 @@ class StepGuard:
         self._ours = OurOptimizers(ours, _refuse_momentum) if has_momentum else OurOptimizers(ours)
         self._error = error
         self._ids: frozenset[int] = frozenset(ours)
-        for earlier in [each for each in _REFUSING if not each._ids.isdisjoint(ours)]:
-            earlier.remove()  # these parameters' gradients are averaged again
+        for earlier in [each for each in _GUARDS if not each._ids.isdisjoint(ours)]:
+            earlier.remove()  # its job may have failed, or been closed
         self._refused: EspressoError | None = None
         self._handle = register_optimizer_step_pre_hook(self._check)
+        _GUARDS.add(self)
 
     def remove(self) -> None:
         """Look no more."""
@@ -120,7 +122,6 @@ class StepGuard:
         """Have the next step raise, and then none: these gradients were not averaged. Also after :meth:`remove`."""
         self._handle.remove()
         self._refused, self._handle = error, register_optimizer_step_pre_hook(self._check)
-        _REFUSING.add(self)
 
     @property
     def optimizer_adapts(self) -> bool:

@@ -153,6 +153,8 @@ class EspressoState(View):
         self._front = None if isinstance(module, BoundModel) else Front(module, model.names)
         if self._front is None:
             self._off = ""  # nobody else averages what another front hands over
+        else:
+            weakref.finalize(self, self._front.detach).atexit = False
         return self
 
     def came_from(self, source: Path) -> None:
