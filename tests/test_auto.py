@@ -69,9 +69,11 @@ def test_of_several_compressors_tensors_take_what_the_terms_allow(pair):
             assert choices["0.weight"] == "none"
             assert choices["4.weight"] == "fp16"
             assert choices["2.bias"] == "none"
+            assert choices["2.weight"] == "int8:residual_dtype=int8", "which is what there is memory for"
+        assert not any("all_to_all" in option or "offload" in option for option in result["options"]), result["options"]
         assert result["owed"] == sorted(result["owed"])
         assert 0 < result["error"] <= 4.0
-        assert result["residual"] <= 1e6
+        assert 0 < result["residual"] <= 1e6
         most = max(one["kept"] for one in everybody)
         assert most == pytest.approx(result["residual"], rel=0.02), "forecast and allocated"
         assert result["forecast"]
@@ -253,8 +255,12 @@ def decide_among(rank: int) -> dict[str, object]:
     ddp = wrap(mlp(64, 512, 512, 8), bucket_cap_mb=0.5)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.5)
     settings = {
-        "force": {"4.weight": "fp16 via comp > flat.allreduce > dec"}, "most_compressions": 1, "decide_by": 0,
-        "residual_budget_mb": 1.0, "keep_exact": ["0.w*"],
+        "force": {
+            "4.weight": "fp16 via comp > flat.allreduce > dec",
+            "2.weight": "int8 via comp > flat.allgather > dec",
+        },
+        "most_compressions": 1, "forbid": ["*all_to_all*"], "devices": ["training"], "keep_exact": ["0.w*"],
+        "residual_budget_mb": 1.0, "decide_by": 0,
     }  # fmt: skip
     specs = ["int8", "efsignsgd", "powersgd:rank=1"]
     with registered(ddp, compressor=specs, strategy="auto", timeout_s=60.0, **settings) as state:
@@ -267,6 +273,7 @@ def decide_among(rank: int) -> dict[str, object]:
         assert job is not None
         owed = [] if rank else [sum(rows.values()) for rows in job.meta["sensitivity"]["owed"].values()][:2]
         raced = [{name: str(c.compressor) for name, c in one.strategy.choices.items()} for one in candidates]
+        options = {str(choice.option) for one in candidates for choice in one.strategy.choices.values()}
         notes = candidates[0].strategy.notes if candidates else {}
         for _ in range(3 if candidates else 0):
             state.use(candidates[0].strategy)
@@ -276,8 +283,8 @@ def decide_among(rank: int) -> dict[str, object]:
             state.use(replace(candidates[0].strategy, notes={"gradients_owed": "much", "residual_mb": []}))
             assert "owes" not in state.summary()
         return {
-            "named": "; ".join(map(str, state.compressors)), "raced": raced, "owed": owed,
-            "scales": {candidate.strategy.gain_scale for candidate in candidates},
+            "named": "; ".join(map(str, state.compressors)), "raced": raced, "options": options,
+            "owed": owed, "scales": {candidate.strategy.gain_scale for candidate in candidates},
             "error": notes.get("gradients_owed", -1), "residual": 1e6 * notes.get("residual_mb", 9.0),
             "kept": state.metrics()["espresso/residual_bytes"], "forecast": "owes about" in summary,
         }  # fmt: skip

@@ -473,6 +473,36 @@ def test_of_three_families_small_jobs_end_within_two_percent_too(seed):
     assert best * (1 - 1e-9) <= result.predicted_us <= NEAR * best
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_of_two_families_with_narrow_residuals_small_jobs_end_within_two_percent_under_both_budgets(seed):
+    """Three tensors, two options of each compressor with its residual as it is and in 8 bits: 729 strategies."""
+    rng = np.random.default_rng(200 + seed)
+    int8 = CompressorSpec("int8")
+    specs, part = (TOY, int8), {TOY: 30, int8: 4}
+    every = (*specs, *(spec.kept_as("int8") for spec in specs))
+
+    def payload(spec, elements, dtype, segments):
+        return -(-4 * elements // part[spec.kept_as("")])
+
+    sizes, gaps = rng.choice([5000, 20_000, 60_000], 3), rng.integers(0, 400, 3)
+    costs = sum((compute(*rng.uniform(0.3, 3, 2), name=spec.name) for spec in specs), ())
+    beta = float(rng.uniform(1, 12))
+    job = make_job(sizes.tolist(), [0, *gaps[1:].tolist()], alpha=20.0, beta=beta, costs=costs, cluster=Cluster(4, 1))
+    owed = {TOY: (1.0, 3.0), int8: (0.02, 0.2)}
+    losses = Sensitivity({spec: {t.name: float(rng.uniform(*owed[spec])) for t in job.tensors} for spec in specs})
+    error, memory = float(rng.uniform(0.1, 2.0)), float(rng.uniform(0.1, 0.8)) * 8 * sum(sizes)
+    few = [PLAIN, *(replace(choice, compressor=spec) for choice in leaves_in(job) for spec in every)]
+    best = brute_force(job, few, ledger_of(job, every, losses, error, memory), payload)
+    allowed = {str(choice.option) for choice in few}
+    forbidden = sorted({str(c.option) for c in every_choice(job, specs)} - allowed)
+    terms = Terms(error, memory / MB, constraints=Constraints(forbid=tuple(forbidden)))
+    result = search(job, specs, terms=terms, sensitivity=losses, partitions=(0,), payload=payload)
+    assert result.error <= error * (1 + 1e-9)
+    assert result.residual_bytes <= memory * (1 + 1e-9)
+    assert result.lower_bound_us <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= result.predicted_us <= NEAR * best
+
+
 def test_the_simple_strategy_is_of_a_compressor_that_the_budget_allows_for_everything():
     found = search(mixed_job(), [TOY, FP16], terms=Terms(0.6, races=True), sensitivity=LOSSES, payload=two_sizes)
     held = [choice.compressor for choice in found.strategy.choices.values()]
@@ -778,7 +808,7 @@ def test_of_what_is_nearly_as_fast_the_fewest_kinds_are_taken():
     whole = search(job, "efsignsgd", terms=Terms(all_kinds=True))
     few = search(job, "efsignsgd", terms=Terms(all_kinds=False))
     before, after = len(kinds_of(whole.strategy)), len(kinds_of(few.strategy))
-    assert after < before
+    assert after <= 8 < 14 <= before
     assert few.predicted_us <= NEAR * whole.predicted_us * (1 + 1e-9)
     assert few.kinds_left_out >= before - after
     assert few.lower_bound_us <= few.predicted_us
