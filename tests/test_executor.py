@@ -27,8 +27,10 @@ from benchmarks.exchange import (
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute import executor
-from espresso.comm.execute.executor import Assignment
+from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.failure import StalledError
+from espresso.comm.execute.host import HostPass
+from espresso.comm.execute.iteration import Iteration
 from espresso.live.planner import FixedPlanner
 from espresso.strategies import (
     PLAIN,
@@ -152,6 +154,19 @@ def test_a_steps_buckets_are_let_go_when_they_are_averaged():
     for plain, compressed in POOL.run(run_released):
         assert not any(plain)
         assert not any(compressed[:-1])
+
+
+def test_a_bucket_may_be_handed_over_behind_the_one_that_was_averaged_last():
+    """Threads complete buckets; one may be kept waiting between its last word and its bucket."""
+    record = Record(0, Assignment(strategy_of(make_buckets(*SIZES), Cluster(2, 1), PLAIN)))
+    iteration = Iteration(record, HostPass(record), None, False, lambda _: None)
+    futures = [iteration.arrive(index, torch.zeros(3), index == 1) for index in range(2)]
+    assert not iteration.completes(0)
+    assert iteration.completes(1)
+    iteration.hand_over_last(1)
+    iteration.hand_over(0)
+    assert all(future.done() for future in futures)
+    assert not iteration.buffers
 
 
 # Records

@@ -81,7 +81,7 @@ class Iteration:
         self.futures: dict[int, Future] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.complete: set[int] = set()
-        self.last_seen = False
+        self.last_seen = self.has_end = False
         self.plans = False
         self.touched_s = time.monotonic()
         self.course = choose(self)
@@ -108,7 +108,7 @@ class Iteration:
     def end(self) -> Future:
         """No bucket comes any more. What stands for the end is averaged like an empty bucket."""
         self.touch()
-        self.last_seen = True
+        self.last_seen = self.has_end = True
         future = self.futures[END] = self.run.new_future()
         self.buffers[END] = torch.empty(0, device="cpu")
         self.run.prepared(END)
@@ -117,11 +117,15 @@ class Iteration:
     def completes(self, index: int) -> bool:
         """Take note that a bucket is averaged; whether it was the iteration's last."""
         self.complete.add(index)
-        return self.last_seen and len(self.complete) == len(self.futures)
+        return self.last_seen and len(self.complete) == self.num_seen + self.has_end
 
     def hand_over(self, index: int) -> None:
-        """Let DDP have a bucket."""
+        """Let DDP have a bucket, and keep nothing of it.
+
+        FSDP has new ones in every step, and an iteration is in a circle with its course.
+        """
         self.run.hand_over(index, self.buffers[index], self.futures[index])
+        del self.buffers[index], self.futures[index]
 
     def hand_over_last(self, index: int) -> None:
         """Let DDP have the bucket that was averaged last; whoever waits for the end has that too."""
@@ -132,8 +136,6 @@ class Iteration:
         except BaseException as error:  # nobody looks after this iteration any more
             fail_open(self.futures.values(), error)
             raise
-        # They are FSDP's, new in every step, and an iteration is in a circle with its course.
-        self.buffers, self.futures = {}, {}
 
     def touch(self) -> None:
         """Something went on: the deadline begins anew."""

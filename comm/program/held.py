@@ -278,15 +278,15 @@ def _add(part: Part, store: ResidualStore, weight: float) -> None:
 
 
 def _add_to(part: Part, run: Run, carried: torch.Tensor, weight: float, store: ResidualStore) -> None:
-    """What a narrow type rounds off stays carried."""
+    """What a narrow type rounds off stays carried, but on a device."""
     mine = part.home.stretch(run)
     values = carried.to(mine.device)
     factor = weight * part.home.round.grad_scale
     total = torch.add(mine.to(values.dtype), values, alpha=factor)
     mine.copy_(total)
     left = None
-    if mine.dtype is not values.dtype:
-        left = total.sub_(mine).div_(factor).cpu().numpy()
+    if mine.dtype is not values.dtype and not part.context.memory.host_copies:  # backward would wait for it
+        left = total.sub_(mine).div_(factor).numpy()
     store.used_carry(run.tensor, run.tensor_start, run.numel, left)
 
 

@@ -419,7 +419,7 @@ def _places(numels: Mapping[str, int], draws: np.random.Generator) -> dict[str, 
 def _host(numbers: torch.Tensor) -> Array:
     """As it is, or as float32."""
     short = numbers.dtype not in (torch.float32, torch.float64)
-    found: Array = (numbers.float() if short else numbers).numpy()
+    found: Array = (numbers.float() if short else numbers).cpu().numpy()
     return found
 
 

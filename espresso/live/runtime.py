@@ -81,10 +81,12 @@ class DeviceClock(GradientClock):
         return stamp
 
     def read(self, at_ns: Callable[[Event], int] | None) -> None:
-        """Turn events into times, once all have come."""
+        """Turn events into times. Those that have not come are of a backward pass after the one that is asked for."""
         if at_ns is not None:
-            self.ready_ns = {name: at_ns(event) for name, event in self._events.items()}
-            self.forward_ns = 0 if self._forward_event is None else at_ns(self._forward_event)
+            came = {name: event for name, event in self._events.items() if self._streams.wait_here(event, 0.0)}
+            self.ready_ns = {name: at_ns(event) for name, event in came.items()}
+            forward = self._forward_event
+            self.forward_ns = at_ns(forward) if forward is not None and self._streams.wait_here(forward, 0.0) else 0
         self._events = {}
 
 
