@@ -16,8 +16,8 @@ from benchmarks.chaos.places import PLACES, Job, Place, started
 from benchmarks.chaos.worker import Work
 
 GRACE_S = 10.0
-START_S = 300.0
-"""How long a job may take to come to the phase in which it is disturbed: a slow machine compiled for 217 seconds."""
+START_S = 600.0
+"""How long a job may take to come to the phase in which it is disturbed: a slow and busy machine compiles for long."""
 LONGEST_DELAY_S = 0.4
 NUM_STEPS = 120
 DEATHS = re.compile(r"terminate called|Fatal Python error|SIGABRT|SIGSEGV|[Ss]ignal (?:6|11)\b")
@@ -132,7 +132,7 @@ def play(plan: Plan, timeout_s: float) -> Verdict:
         job = stack.enter_context(started(plan.place, work_of(plan, folder, timeout_s, **more), folder))
         phase = "start-up" if plan.fault.at_start else plan.phase
         if not _wait_for_phase(job, plan.victim, phase):
-            return Verdict(plan, f"never came to {phase}", log=job.log())
+            return Verdict(plan, f"never came to {phase}", log=_all_of(job))
         time.sleep(0.0 if plan.fault.at_start else plan.delay_s)
         at = time.time()
         plan.fault.play(job, plan.victim)
@@ -142,8 +142,13 @@ def play(plan: Plan, timeout_s: float) -> Verdict:
         left = _wait_for_end(job, at + limit_s, {*stays, *_victim(plan, job)})
         left += _wait_for_end(job, time.time() + limit_s, stays)
         wrong, slowest = _judge(plan, job, at, limit_s, expected, left)
-        told = "\n".join(f"rank {rank}: {_last(lines)}" for rank, lines in job.told().items())
-        return Verdict(plan, wrong, slowest, f"{job.log()[-20000:]}\n{told}" if wrong else "")
+        return Verdict(plan, wrong, slowest, _all_of(job) if wrong else "")
+
+
+def _all_of(job: Job) -> str:
+    """What a job wrote, and the last that each rank told."""
+    told = "\n".join(f"rank {rank}: {_last(lines)}" for rank, lines in job.told().items())
+    return f"{job.log()[-20000:]}\n{told}"
 
 
 def _victim(plan: Plan, job: Job) -> set[int]:
