@@ -77,7 +77,7 @@ more, what comes back smooths the averages, and Adam's steps get longer by it (d
 MOMENTUM = 0.9
 """What most optimizers have, and the first beta of Adam and its kin."""
 
-SLOWER = 1 / 4
+SLOWER = 1 / 2
 """Beside Adam and its kin so much of the gain: what comes back weighs numbers by their gradients again, which their
 steps do not (docs/convergence.md)."""
 
