@@ -12,11 +12,12 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from espresso.strategies.cluster import Cluster
 from espresso.strategies.fields import FormError, shown, whole
 from espresso.strategies.option import RANK_DEVICES
 from espresso.strategies.spec import NONE, CompressorSpec
 from espresso.strategies.strategy import PLAIN, Choice, TensorSpec
-from espresso.strategies.tree import parse_option
+from espresso.strategies.tree import options_for, parse_option, round_options
 
 VIA = " via "
 """Between compressor and option of a forced choice: ``fp16 via comp > flat.allreduce > dec``."""
@@ -109,13 +110,21 @@ class Constraints:
         """The compressors that some tensor is forced to."""
         return tuple(dict.fromkeys(parse_forced(text)[0] for text in self.force.values()))
 
-    def idle(self, names: Sequence[str]) -> list[str]:
-        """In words, the patterns that match none of a model's tensors: a slip of the pen, mostly."""
+    def idle(self, names: Sequence[str], cluster: Cluster) -> list[str]:
+        """In words, the patterns that match no tensor or no option of a cluster: a slip of the pen, mostly."""
         example = f"; the first is {names[0]!r}" if names else ""
-        return [
+        found = [
             f"no tensor of this model is called {pattern!r}{example}: that limit does nothing"
             for pattern in (*self.keep_exact, *self.force)
             if not any(fnmatchcase(name, pattern) for name in names)
+        ]
+        options = options_for(cluster, summable=True) + round_options(cluster.is_hierarchical) if self.forbid else ()
+        texts = [str(option) for option in options]
+        return found + [
+            f"no option on {cluster} is {pattern!r}: to forbid it does nothing; a part of one is written with stars,"
+            " as in '*all_to_all*'"
+            for pattern in self.forbid
+            if not any(fnmatchcase(text, pattern) for text in texts)
         ]
 
     def _forbids(self, option: str) -> bool:

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -127,10 +128,26 @@ def test_a_flush_is_no_step_of_a_race_nor_of_what_is_watched(pair):
         assert max(watched_us) < FLUSH_S * 1e6
 
 
+def test_where_nothing_may_compress_the_verdict_says_so(pair):
+    for verdict in pair(nowhere):
+        assert "devices=['offload'] allows compression nowhere" in verdict
+
+
 def test_one_rank_has_nothing_to_exchange(pair):
     for decided, equal in pair(alone):
         assert decided
         assert equal
+
+
+def cycled(parameters):
+    """Adam in the middle of a schedule that has its first beta at .85 there, at .95 in the beginning."""
+    optimizer = torch.optim.Adam(parameters)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, pct_start=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has not stepped yet
+        while optimizer.param_groups[0]["betas"][0] > 0.851:
+            schedule.step()
+    return optimizer
 
 
 @pytest.mark.parametrize(
@@ -139,10 +156,11 @@ def test_one_rank_has_nothing_to_exchange(pair):
         (partial(torch.optim.SGD, lr=0.1), False, 8.0),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.8), False, 2.0),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9), False, 1.0),
-        (torch.optim.Adam, True, 0.25),
+        (torch.optim.Adam, True, 0.5),
         (partial(torch.optim.Adam, betas=(0.5, 0.9)), True, 4.0),
         (torch.optim.RMSprop, True, 8.0),
         (torch.optim.Adafactor, True, 1.0),
+        (cycled, True, 0.5),
     ],
 )
 def test_what_is_known_of_an_optimizer(make, adapts, scale):
@@ -430,6 +448,17 @@ def alone(rank: int) -> tuple[bool, bool]:
         return state.decided, same
 
 
+def nowhere(rank: int) -> str:
+    """It may compress on the offload pool alone, which has one thread: that is no place."""
+    ddp = wrap(mlp(20, 30, 3))
+    with registered(ddp, compressor="efsignsgd", strategy="auto", devices=["offload"], timeout_s=60.0) as state:
+        for step in range(30):
+            ddp(batch(rank, step, 20)).square().mean().backward()
+            if state.decided:
+                break
+        return str(state.verdict)
+
+
 def interrupted(rank: int) -> tuple[bool, bool]:
     """A strategy is given while the job is measured."""
     ddp = wrap(mlp(20, 30, 3))
@@ -487,6 +516,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Played:
         decide_while_compiling,
         decide_with_overflow,
         alone,
+        nowhere,
         beside_another,
         interrupted,
         flushed_meanwhile,

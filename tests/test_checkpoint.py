@@ -22,6 +22,7 @@ from espresso.live.checkpoint import Checkpoint
 from espresso.live.given import Given
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.parts import RESIDUAL, VELOCITY, CheckpointError
+from espresso.live.register import register
 from espresso.live.resume import _to_resume
 from espresso.live.state import EspressoState
 from espresso.search.terms import Terms
@@ -95,6 +96,19 @@ def test_other_states_are_refused_and_change_nothing(played):
         assert "floating-point numbers" in messages["values"]
         assert "not finite" in messages["inf"]
         assert "strategy" in messages["strategy"]
+
+
+def test_a_state_that_is_off_saves_the_parts_that_it_was_given_and_no_others():
+    """Empty ones for the others would be accepted by their ranks, and what those owed be gone without a word."""
+    state = register(torch.nn.Linear(3, 3))
+    try:
+        whole = state.state_dict()
+        state.load_state_dict({**whole, "parts": {"0": whole["parts"]["0"]}})
+        assert [set(saved["parts"]) for saved in (state.state_dict(), state.gather_state_dict())] == [{"0"}] * 2
+        state.load_state_dict(whole)
+        assert set(state.state_dict()["parts"]) == set(whole["parts"])
+    finally:
+        state.close()
 
 
 def test_another_number_of_ranks_keeps_the_effect_on_the_average(played):

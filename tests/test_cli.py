@@ -25,7 +25,7 @@ from espresso.model.job import Job
 from espresso.model.payload_sizes import compressed, offloaded
 from espresso.search.search import GREEDY, PUBLISHED
 from espresso.show.flight_events import step_events
-from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.test_bucket_caps import ddp_job
 from tests.timeline_jobs import compute
 from tests.workers import run_ranks
@@ -296,10 +296,17 @@ def test_explain_shows_every_tensor_group(files: dict[str, Path]) -> None:
 
 def test_explain_says_what_a_strategy_asks_of_buckets_and_gains(files: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "asks.json"
-    replace(Strategy.load(files["strategy"]), bucket_cap_mb=5.0, gain_scale=0.25).save(path)
-    text = espresso("explain", path).stdout
-    assert "buckets are to hold up to 5 MB" in text
-    assert "gains are 0.25 times the usual" in text
+    asked = replace(Strategy.load(files["strategy"]), bucket_cap_mb=5.0)
+    for scale, moved in ((0.5, {"efsignsgd"}), (4.0, {"efsignsgd", "dgc:ratio=0.01"})):
+        said = set()
+        for compressor in ("efsignsgd", "dgc:ratio=0.01", "int8"):
+            spec = CompressorSpec.parse(compressor)
+            choices = {t: replace(c, compressor=spec) if c.compressor != NONE else c for t, c in asked.choices.items()}
+            replace(asked, choices=choices, gain_scale=scale).save(path)
+            text = " ".join(espresso("explain", path).stdout.split())
+            assert "buckets are to hold up to 5 MB" in text
+            said |= {compressor for _ in "1" if f"gain of {compressor} is {scale:g} times the usual" in text}
+        assert said == moved
 
 
 def test_validate_accepts(files: dict[str, Path]) -> None:
@@ -863,6 +870,10 @@ def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
     assert "vectors of up to 16384 elements stay exact" in " ".join((told.output + told.stderr).split())
     slip = espresso("search", job, "-c", "efsignsgd", "--keep-exact", "nosuch.*")
     assert f"no tensor of this model is called 'nosuch.*'; the first is {names[0]!r}" in slip.stderr
+    slip = espresso("search", job, "-c", "efsignsgd", "--forbid", "all_to_all", "--forbid", "*allgather*")
+    assert "is 'all_to_all': to forbid it does nothing" in " ".join(slip.stderr.split())
+    assert "*allgather*" not in slip.stderr
+    refused(espresso("search", job, "-c", "efsignsgd", "--force", "head=auto"), "--force head=auto: ", status=2)
     refused(espresso("search", job, "-c", "efsignsgd", "--plot", picture), "--frontier", status=2)
     refused(espresso("search", job, "-c", "efsignsgd", "--force", "head"), "NAME=COMPRESSOR", status=2)
     refused(espresso("search", job, "-c", "efsignsgd", "--devices", "moon"), "'moon' is not one of", status=2)

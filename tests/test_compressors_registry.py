@@ -220,9 +220,9 @@ def test_momentum_is_a_parameter_of_every_compressor_and_not_of_its_payload() ->
 @pytest.mark.parametrize(
     ("name", "beside_adam", "beside_half"),
     [
-        ("efsignsgd", 1 / 64, 1 / 4),
-        ("onebit", 1 / 64, 1 / 4),
-        ("twobit", 1 / 64, 1 / 4),
+        ("efsignsgd", 1 / 32, 1 / 4),
+        ("onebit", 1 / 32, 1 / 4),
+        ("twobit", 1 / 32, 1 / 4),
         ("stc", 1 / 16, 1 / 4),
         ("randomk", 1 / 16, 1 / 4),
         ("int8", 1.0, 1.0),

@@ -178,7 +178,16 @@ def uneven(rank: int) -> tuple[float, float]:
                 residual = state.session.store.kept({"weight": np.arange(rows * columns)})["weight"]
                 kept.append(float(np.square(residual).sum()))
                 squares.append(float(gradient.double().square().sum()))
-        (_, found) = state.session.guard.owed(OWED_CHECKS)["weight"]
+        guard = state.session.guard
+        (_, found) = guard.owed(OWED_CHECKS, scale=1 / 4)["weight"]
+        assert not guard.owed(OWED_CHECKS, scale=1.0), "was counted beside another optimizer"
+        state.use(replace(strategy, gain_scale=1.0))
+        with patch("espresso.live.guard.EVERY", 4):
+            for _ in range(4):
+                (ddp(torch.eye(columns)) * torch.randn(columns, rows, generator=draw)).sum().backward()
+                state.metrics()
+        assert not guard.owed(OWED_CHECKS), "checks of two gains are not mixed"
+        assert guard.owed(scale=1.0).keys() == {"weight"}
         return found, float(np.sqrt(sum(kept[60:]) / sum(squares[60:]))) / 4
 
 

@@ -213,6 +213,12 @@ def test_ranks_that_meet_at_a_store_exchange_values(given):
     assert started([{"RANK": "0", **given}, {"RANK": "1", **given}], 60.0) == ["[('fact', 0), ('fact', 1)]"] * 2
 
 
+def test_ranks_of_agents_that_count_their_restarts_differently_meet():
+    """An agent that is new, or that restarted since others came, counts from before."""
+    first, second = ({"RANK": str(n), "TORCHELASTIC_RESTART_COUNT": str(n)} for n in range(2))
+    assert started([first, second], 60.0) == ["[('fact', 0), ('fact', 1)]"] * 2
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [

@@ -27,7 +27,7 @@ from espresso.model.what_if import (
     slowest,
 )
 from espresso.search.search import lay_out
-from espresso.search.terms import AUTOMATIC
+from espresso.search.terms import AUTOMATIC, Terms
 from espresso.search.what_if import predict, stops_paying
 from espresso.strategies import (
     Cluster,
@@ -181,6 +181,9 @@ def test_another_model_has_its_own_passes_and_these_machines_costs():
     live = replace(here, meta={**here.meta, SENSITIVITY: {"of": "this model"}, GAIN_SCALE: 0.5})
     assert of_model(live, small, specs).meta == here.meta, "what gradients of another model owe says nothing of these"
     assert of_model(here, replace(small, meta={GAIN_SCALE: 0.5}), specs).meta[GAIN_SCALE] == 0.5
+    asks, own = Terms(error_budget=2.5).to_meta(), Terms(error_budget=4.0).to_meta()
+    assert of_model(replace(here, meta=asks), replace(small, meta=own), specs).meta == own, "its optimizer's budget"
+    assert of_model(replace(here, meta=asks), replace(small, meta={}), specs).meta == asks
     large = replace(here, tensors=tuple(TensorSpec(each.name, (9 << 20,)) for each in here.tensors))
     with pytest.raises(RangeError, match="predictions reach 8 times"):
         of_model(here, large, specs)

@@ -117,7 +117,8 @@ class StoreMail:
             raise LinkError(
                 f"rank {launch.rank} cannot reach rank 0's store at {self.where}: {str(error)[:200]}"
             ) from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Rank 0's store ends with its ranks; the agent's goes on. (Counts of agents differ after a change of members.)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if from_agent else "0"
         self.store = PrefixStore(f"espresso-launch-{attempt}", store)
         if self.store.add(f"here/{launch.rank}", 1) > 1:
             raise LinkError(

@@ -212,16 +212,17 @@ def working(what: str, *, shown: bool = True, searches: bool = False) -> Iterato
         progress.stop()
 
 
-def parse_compressors(texts: Sequence[str], option: str = "--compressor ") -> tuple[CompressorSpec, ...]:
-    """The specs, checked against the registry of compressors; ``option`` is what they were given with.
+def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:
+    """The specs, checked against the registry of compressors.
 
     Raises:
         UserError: not of the form name:key=value, an unknown compressor, an unknown or wrong parameter.
     """
-    return tuple(_checked(text, f"{option}{text}", ExitStatus.USAGE) for text in texts if text != AUTO)
+    return tuple(check_compressor(text, f"--compressor {text}") for text in texts if text != AUTO)
 
 
-def _checked(text: str, where: str, status: ExitStatus) -> CompressorSpec:
+def check_compressor(text: str, where: str, status: ExitStatus = ExitStatus.USAGE) -> CompressorSpec:
+    """The spec, checked against the registry of compressors; ``where`` begins the error."""
     from espresso.compressors import create
 
     try:
@@ -242,7 +243,7 @@ def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ..
     if AUTO in texts:
         where = f"--compressor {AUTO}: the job has costs for"
         of_job = dict.fromkeys(cost.spec for cost in job.costs.compute)
-        specs += tuple(_checked(text, f"{where} {text}", ExitStatus.FAILED) for text in of_job)
+        specs += tuple(check_compressor(text, f"{where} {text}", ExitStatus.FAILED) for text in of_job)
     return tuple(dict.fromkeys(specs))
 
 

@@ -9,6 +9,7 @@ def explain(
     json_output: JsonFlag = False,
 ) -> None:
     """Show what a strategy does: tensors with equal choices, and their pipeline step by step."""
+    from espresso.compressors import create
     from espresso.compressors.schedule import check_choices
     from espresso.model.payload_sizes import compressed, offloaded
     from espresso.show.explain import explain as explain_groups
@@ -44,8 +45,11 @@ def explain(
     )
     if loaded.bucket_cap_mb is not None:
         console.print(f"DDP's buckets are to hold up to {loaded.bucket_cap_mb:g} MB")
-    if loaded.gain_scale != 1.0:
-        console.print(f"feedback gains are {loaded.gain_scale:g} times the usual, by the job's optimizer")
+    for spec in dict.fromkeys(loaded.choices[tensor.name].compressor for tensor in compressed(loaded)):
+        traits = create(spec).traits
+        gain, usual = traits.gain_at(loaded.gain_scale), traits.feedback_gain
+        if gain != usual:
+            console.print(f"the feedback gain of {spec} is {gain / usual:g} times the usual, by the job's optimizer")
     for key, value in loaded.notes.items():
         if isinstance(value, dict):
             continue  # the terms it was searched under are for programs

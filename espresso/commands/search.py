@@ -12,12 +12,12 @@ from espresso.commands._common import (
     JobFile,
     JsonFlag,
     UserError,
+    check_compressor,
     check_output,
     draw,
     emit_json,
     job_and_compressors,
     out,
-    parse_compressors,
     picture_option,
     say,
     usage_errors,
@@ -140,7 +140,7 @@ def search(
     if begun is not None:
         check_choices(begun)
     terms, is_automatic = _terms(loaded, begun, automatic, given, limits)
-    for warning in terms.constraints.idle([tensor.name for tensor in loaded.tensors]):
+    for warning in terms.constraints.idle([tensor.name for tensor in loaded.tensors], loaded.cluster):
         say(warning)
     points: list[FrontierPoint] = []
     # Loading compiles on the first call of all; the line that says so must be up by then.
@@ -183,7 +183,7 @@ def _forced(text: str) -> tuple[str, str]:
     pattern, equals, choice = text.partition("=")
     if not equals or not pattern or not choice:
         raise UserError(f"--force {text}: write NAME=COMPRESSOR", ExitStatus.USAGE)
-    parse_compressors([choice.partition(" via ")[0]], f"--force {pattern}=")
+    check_compressor(compressor := choice.partition(" via ")[0], f"--force {pattern}={compressor}")
     return pattern, choice
 
 

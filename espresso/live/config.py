@@ -168,7 +168,7 @@ class Config:
         feedback_gain: the part of what was not sent that is added to the next gradient, above 0 and up to 1, which is
             classical error feedback. Less damps its swing (``docs/convergence.md``); nothing is lost either way. None
             takes each compressor's own: 1/16 for signs, random-k, top-k and its kin (in strategies that automatic
-            mode finds more beside less momentum than .9, and 1/64 for signs beside Adam); 1 for the others.
+            mode finds more beside less momentum than .9, and 1/32 for signs beside Adam); 1 for the others.
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         offload_width: compressions at once on that pool; None takes one for each of its threads, and at most 8.
         connections: of each link between nodes, over which exchanges go in turn (Gloo; ``docs/long_networks.md``).

@@ -195,8 +195,8 @@ class Guard:
         self._check: _Check | None = None
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
-        self._owed: dict[str, tuple[Choice, deque[tuple[float, float]]]] = {}
-        self._looked_at: tuple[Mapping[str, Choice], int] = {}, 0  # what is in use, and in how many checks
+        self._owed: dict[str, tuple[tuple[Choice, float], deque[tuple[float, float]]]] = {}
+        self._looked_at: tuple[tuple[Mapping[str, Choice], float], int] = ({}, 1.0), 0  # in use, in how many checks
         self.figures: dict[str, dict[str, float]] = {}
 
     # -- around an iteration -------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Guard:
         """Go on from a checkpoint: look at its next iteration but one."""
         self._next, self._check, self._summing, self._out = iteration + 1, None, None, {}
         self._owed.clear()
-        self._looked_at = {}, 0
+        self._looked_at = ({}, 1.0), 0
 
     def begin(
         self, iteration: int, assignment: Assignment, scale: Callable[[], float | None], *, in_use: bool = True
@@ -227,8 +227,9 @@ class Guard:
         if not names:
             return
         checks, least = math.ceil(len(names) / MOST_TENSORS), min(APART, EVERY)
-        if in_use and self._looked_at[0] != choices:
-            self._looked_at = choices, 0
+        in_force = choices, assignment.strategy.gain_scale
+        if in_use and self._looked_at[0] != in_force:
+            self._looked_at = in_force, 0
         is_known = not in_use or self._looked_at[1] >= OWED_CHECKS * checks
         self._apart = max(EVERY // checks, least) if is_known else least
         first = (self._turn * MOST_TENSORS) % len(names)
@@ -335,8 +336,9 @@ class Guard:
             if (square := figures[3]) > 0:
                 owes = _owed(row, choice)
                 if check.in_use:
-                    if name not in self._owed or self._owed[name][0] != choice:
-                        self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
+                    counted_as = choice, check.gain_scale
+                    if name not in self._owed or self._owed[name][0] != counted_as:
+                        self._owed[name] = counted_as, deque(maxlen=OWED_CHECKS)
                     felt = rings(choice.compressor, self._store.gain, check.gain_scale)
                     self._owed[name][1].append((felt**2 * owes * square, square))
             kept = owes * square if _sums_inside(choice) else figures[4]
@@ -360,7 +362,9 @@ class Guard:
         worst = {name: found[name] for name, times in self._out.items() if times >= CONFIRMED}
         return self._alarms(worst)
 
-    def owed(self, checks: int = 1, *, without: int | None = None) -> dict[str, tuple[Choice, float]]:
+    def owed(
+        self, checks: int = 1, *, without: int | None = None, scale: float | None = None
+    ) -> dict[str, tuple[Choice, float]]:
         """By tensor its choice and the gradients that it owes, as a budget counts them
         (:mod:`espresso.search.error_budget`); equal on all ranks.
 
@@ -370,10 +374,11 @@ class Guard:
         Args:
             checks: tensors that were looked at less often are left out.
             without: one of the checks that is left out of the figures.
+            scale: tensors exchanged beside another :func:`~espresso.compressors.base.gain_scale` are left out.
         """
         found = {}
-        for name, (choice, seen) in self._owed.items():
-            if len(seen) >= checks:
+        for name, ((choice, beside), seen) in self._owed.items():
+            if len(seen) >= checks and scale in (None, beside):
                 counted = [check for number, check in enumerate(seen) if number != without]
                 kept, squares = (math.fsum(column) for column in zip(*counted, strict=True))
                 found[name] = choice, math.sqrt(kept / squares)

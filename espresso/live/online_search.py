@@ -78,7 +78,8 @@ class OnlineSearch:
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
         why_none: why there are no candidates; empty where none is predicted to be faster than plain.
-        measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out.
+        measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out, and
+            what was counted beside another gain scale.
         optimizer_adapts, gain_scale: of :class:`espresso.live.script.StepGuard`.
         gain: of residuals; None leaves it to each compressor.
     """
@@ -112,7 +113,7 @@ class OnlineSearch:
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self._measured: set[tuple[CompressorSpec, str]] = set()
         self._forecast_scale: float | None = None
-        self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
+        self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None, scale=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
         self.gain_scale: Callable[[], float] = lambda: 1.0
 
@@ -252,7 +253,7 @@ class OnlineSearch:
                 later = [tensor for name, tensor in self._tensors.items() if name not in known]
                 if later:
                     found = [replace(c, strategy=c.strategy.over((*c.strategy.tensors, *later))) for c in found]
-                self.why_none = ""
+                self.why_none = "" if found else self._why_nowhere(self.job)
             except FormError as error:  # what was asked leaves nothing
                 logger.warning("automatic mode found no strategy: %s; gradients stay as they are", error)
                 found, self.why_none = [], f"the search found no strategy: {error}"
@@ -269,6 +270,16 @@ class OnlineSearch:
         rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none = told
         buckets = self.job.buckets or ()
         return [Candidate(name, Strategy.from_json(body), order, buckets, *us) for name, body, order, *us in rows]
+
+    def _why_nowhere(self, job: Job) -> str:
+        """In words, where it is so, that none of the devices that are allowed compresses here."""
+        allowed, measured = self._terms.constraints.devices, {cost.device.value for cost in job.costs.compute}
+        if not allowed or measured & set(allowed):
+            return ""
+        return (
+            f"devices={list(allowed)} allows compression nowhere: the offload pool needs more than one core a rank"
+            " and offload_threads above 1"
+        )
 
     def _measure(self, largest: int) -> CostModel:
         devices = [Device.TRAINING]
@@ -350,7 +361,7 @@ class OnlineSearch:
                 found = {spec: {**rows, **found.get(spec, {})} for spec, rows in normal.items()}
             self._forecast |= found
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
-        measured = self.measured_owed()
+        measured = self.measured_owed(scale=scale)
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)
         self._forecast = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
         self._measured |= {(choice.compressor.kept_as(""), tensor) for tensor, (choice, _) in measured.items()}

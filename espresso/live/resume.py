@@ -111,6 +111,8 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
         session.store.remote.reset()
         groups.barrier()  # nobody gives servers anything before they have forgotten what they kept
     session.store.load(residuals, kept.residuals.carry, numels)
+    if session.store.remote is not None:
+        groups.barrier()  # and nobody saves before all have given them theirs
     if session.velocities is not None:
         session.velocities.load(velocities, kept.velocities.carry, numels)
     session.runtime.place.settle()  # lanes read it on other streams

@@ -147,13 +147,17 @@ class StepGuard:
 
 
 def momentum_of(groups: Iterable[Mapping[str, Any]]) -> float | None:
-    """The most that an optimizer's group has, or its first beta; None where none says."""
+    """The most that an optimizer's group has, or its first beta; None where none says.
+
+    Of what moves with the learning rate (``OneCycleLR``, ``CyclicLR``) the most that it comes to: gains stay.
+    """
     found = []
     for group in groups:
         betas = group.get("betas")
         said = betas[0] if isinstance(betas, list | tuple) and betas else group.get("momentum")
-        if isinstance(said, int | float | torch.Tensor) and 0 <= said < 1:
-            found.append(float(said))
+        for momentum in (said, group.get("max_momentum")):
+            if isinstance(momentum, int | float | torch.Tensor) and 0 <= momentum < 1:
+                found.append(float(momentum))
     return max(found, default=None)
 
 

@@ -269,7 +269,7 @@ class Session:
         from espresso.search.candidates import choices_for, raw_choices
 
         constraints, names = self.config.terms.constraints, [tensor.name for tensor in self.model.wholes]
-        for warning in constraints.idle(names) if self.groups.speaks else ():
+        for warning in constraints.idle(names, self.groups.cluster) if self.groups.speaks else ():
             logger.warning("%s", warning)
         for kind in constraints.force.values():
             spec = parse_forced(kind)[0]
@@ -304,10 +304,12 @@ class Session:
         search.gain = self.store.gain  # of residuals, as all of the job's
         return search
 
-    def _measured_owed(self, without: int | None = None) -> Mapping[str, tuple[Choice, float]]:
+    def _measured_owed(
+        self, without: int | None = None, scale: float | None = None
+    ) -> Mapping[str, tuple[Choice, float]]:
         if self.guard is None or self.groups.beside is not None:  # one shard's says too little of a tensor
             return {}
-        return self.guard.owed(OWED_CHECKS, without=without)
+        return self.guard.owed(OWED_CHECKS, without=without, scale=scale)
 
     def _make_clock(self) -> GradientClock | None:
         module = self.model.module()

@@ -332,7 +332,8 @@ class EspressoState(View):
     def rescale_residuals(self, factors: Mapping[str, float]) -> None:
         """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations.
 
-        Residuals at parameter servers are reached through the first rank, which waits for their answer.
+        Residuals at parameter servers are reached through the first rank, which waits for their answer: of these a save
+        is right after the next step.
 
         Raises:
             ValueError: no tensor of the model has such a name, or a factor is not finite.
@@ -377,8 +378,9 @@ class EspressoState(View):
     def _saved(self, numbers: Iterable[int]) -> Checkpoint:
         if self._session is not None and self._pending is None:
             return resume.saved(self._session).with_parts(numbers)
-        tensors = () if self._model is None else self._model.wholes
-        return (self._pending or Checkpoint(tensors, epoch=self._epoch)).with_parts(numbers)
+        if self._pending is not None:  # parts that it was never given are not empty ones
+            return self._pending.with_parts(number for number in numbers if number in self._pending.parts)
+        return Checkpoint(() if self._model is None else self._model.wholes, epoch=self._epoch).with_parts(numbers)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> tuple[str, ...]:
         """Go on from ``state_dict()`` of the same rank, or from a gathered or distributed one of any number of ranks.

@@ -56,9 +56,10 @@ class Host:
                     raise JobError(f"host {self.name!r}: {what} is a share of the slowest machine's time, at most 1")
 
 
-SENSITIVITY, GAIN_SCALE = "sensitivity", "gain_scale"
+SENSITIVITY, GAIN_SCALE, TERMS = "sensitivity", "gain_scale", "automatic"
 """Of a job's meta: what compressors owe of its gradients, as it was measured; by how much their feedback gains are
-multiplied beside its optimizer, 1 where it is not there."""
+multiplied beside its optimizer, 1 where it is not there; what its search keeps to, as
+:class:`espresso.search.terms.Terms` writes it."""
 
 SHARES = ("compute", "compression", "link")
 

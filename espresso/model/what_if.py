@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from espresso.model.costs import ComputeCost, CostModel, measured_as
-from espresso.model.job import GAIN_SCALE, SENSITIVITY, SHARES, Job
+from espresso.model.job import GAIN_SCALE, SENSITIVITY, SHARES, TERMS, Job
 from espresso.model.links import (
     KB,
     RING_PASSES,
@@ -199,7 +199,7 @@ def of_model(job: Job, other: Job, specs: Collection[CompressorSpec]) -> Job:
     for cost in (cost for cost in job.costs.compute if cost.spec in wanted):
         measured = max(cost.points[-1][0], known)
         _check_far(measured, max(largest, measured), "size", f"elements in a bucket, for {cost.spec},")
-    own = {SENSITIVITY, GAIN_SCALE}  # of a model and its optimizer
+    own = {SENSITIVITY, GAIN_SCALE} | ({TERMS} & other.meta.keys())  # of a model and its optimizer
     meta = {key: value for key, value in job.meta.items() if key not in own}
     meta |= {key: value for key, value in other.meta.items() if key in own}
     return replace(other, cluster=job.cluster, costs=job.costs, hosts=job.hosts, meta=meta)

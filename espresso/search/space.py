@@ -108,7 +108,7 @@ def space_of(
     if sensitivity is None and asked:
         sensitivity = normal_sensitivity(known, scale=job.gain_scale)
     elif sensitivity is not None:
-        known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec, names))
+        known = tuple(spec for spec in known if (asked and spec in (*specs, *forced)) or sensitivity.knows(spec, names))
     ledger = Ledger(
         job.tensors, job.cluster, known, sensitivity, terms.budgets,
         storage=terms.residual_dtype, transactional=terms.transactional,

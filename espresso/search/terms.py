@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from espresso.model.job import TERMS
 from espresso.model.links import JobError
 from espresso.search.budgets import Budgets
 from espresso.strategies import RESIDUAL_DTYPES
@@ -34,7 +35,6 @@ HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.5
 by what it remembers of squared gradients, as Adam does (docs/convergence.md)."""
 
 MB = 1e6
-_KEY = "automatic"
 _GONE = ("least_sent", "exact_tensors", "sign_block")
 """Rules of earlier versions, in the jobs that they wrote: budgets took their place."""
 
@@ -89,7 +89,7 @@ class Terms:
 
     def to_meta(self) -> dict[str, Any]:
         """An entry for ``Job.meta`` and for a strategy's notes."""
-        return {_KEY: as_json(self)}
+        return {TERMS: as_json(self)}
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Terms | None:
@@ -98,7 +98,7 @@ class Terms:
         Raises:
             JobError: the entry is none of ours.
         """
-        body = meta.get(_KEY)
+        body = meta.get(TERMS)
         if body is None:
             return None
         if isinstance(body, dict):
@@ -109,7 +109,7 @@ class Terms:
                 constraints = {"exact_vectors": body.pop("exact_vectors")}
                 body = {"constraints": constraints, "races": True, "all_kinds": False, **body}
         with faults(JobError):
-            return read_as(cls, body, f"meta.{_KEY}")
+            return read_as(cls, body, f"meta.{TERMS}")
 
 
 AUTOMATIC = Terms(races=True, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
