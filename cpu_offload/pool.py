@@ -89,6 +89,7 @@ class WorkerPool:
             os.sched_setaffinity(0, cores)  # of this thread alone
         while (job := self._jobs.get()) is not None:
             job.take_part()
+            del job  # has arrays of the training, which wait for nothing else
 
 
 class _Job(Generic[T]):

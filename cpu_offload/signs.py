@@ -25,7 +25,16 @@ from espresso.compressors.base import Array
 from espresso.compressors.signs import Signs
 from espresso.cpu_offload.codec import STREAM_SOON_BYTES, DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.jit import Scalar, fence, kernel, prefetch, room
-from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fill_q, keep_block, neutral_block
+from espresso.cpu_offload.kernels import (
+    BLOCK,
+    can_stream,
+    clear_block,
+    clear_blocks,
+    copy_block,
+    fill_q,
+    keep_block,
+    neutral_block,
+)
 from espresso.cpu_offload.vectors import (
     GROUP,
     add_magnitudes,
@@ -410,6 +419,8 @@ def encode_segments(
             sign_chunks(table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves, gain)
         else:
             finite = False
+            if has_feedback:  # whatever was there before is another residual's
+                clear_blocks(new, table[segment, RESIDUAL], table[segment, NUMEL])
     return finite
 
 
@@ -463,6 +474,8 @@ class HostSigns(HostCodec):
             my_sums = sums[call.table[segment, FIRST_CHUNK] : call.table[segment, END_CHUNK]]
             self.share(sum_chunks, call, mine, call.source, call.scale, call.old, call.has_feedback, my_sums)
             if not write_scale(call.table, segment, sums, numbers):
+                if call.has_feedback:
+                    clear_blocks(call.new, call.table[segment, RESIDUAL], call.table[segment, NUMEL])
                 return False
             self.share(sign_chunks, call, mine, *call.given, *written, call.gain)
             return True

@@ -36,6 +36,19 @@ HIERARCHICAL = "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > in
 ROOTED = "intra.reduce > comp > inter.allgather > dec > intra.broadcast"
 
 
+class Halves(nn.Module):
+    """Gradients that are small integers, of the second half only where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.now_and_then = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+
+    def forward(self, key: int, both: bool) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(key)
+        first, second = torch.randint(-8, 9, (2, 3000), generator=draw).float()
+        return self.always @ first + (self.now_and_then @ second if both else 0)
+
+
 class IntegerNet(nn.Module):
     """Gradients that are the given small integers exactly, whatever the parameters are.
 

@@ -22,8 +22,10 @@ from tests.ddp import (
     HIERARCHICAL,
     ROOTED,
     SHARDED,
+    Halves,
     IntegerNet,
     Played,
+    agreed,
     batch,
     kept_on_all_ranks,
     mlp,
@@ -61,6 +63,12 @@ LOSSY = (
     ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1, 0),
 )
 
+RAW_FIRST = (
+    ("flat.reduce_scatter > comp > flat.allgather > dec", 1),
+    ("intra.reduce_scatter > inter.allreduce > comp > intra.allgather > dec", 2),
+    (HIERARCHICAL, 2),
+    (ROOTED, 2),
+)
 
 RIDDEN = (
     (ALLGATHER, "dgc:ratio=0.05", 1, 0),
@@ -68,6 +76,12 @@ RIDDEN = (
     (HIERARCHICAL, "efsignsgd", 2, 0),
     (ROOTED, "topk:ratio=0.05", 2, 0),
 )
+
+
+def test_of_a_sum_nobody_is_silent_alone(played):
+    """What is compressed first may be a sum that has others' gradients of a tensor that this rank did not use."""
+    for found in played(unused_by_some):
+        assert found == [(0.0, True)] * len(RAW_FIRST)
 
 
 def test_plain_ddp_bit_for_bit(played):
@@ -300,11 +314,33 @@ def compiles_first(rank: int) -> bool:
         return bool(compiling.called)
 
 
+def unused_by_some(rank: int) -> list[tuple[float, bool]]:
+    """What plain DDP averaged, less what ours did and what the ranks keep, where in each step two other ranks of four
+    use the second half; and whether all ranks had the same averages.
+    """
+    found = []
+    for option, ranks_per_node in RAW_FIRST:
+        plain, ours = (wrap(Halves(), find_unused_parameters=True) for _ in range(2))
+        apart = {name: torch.zeros(3000) for name, _ in plain.module.named_parameters()}
+        with registered(ours, option, "topk:ratio=0.1", ranks_per_node=ranks_per_node, feedback_gain=1.0) as state:
+            for step in range(6):
+                for sign, ddp in ((1, plain), (-1, ours)):
+                    ddp.zero_grad()
+                    ddp(10 * step + rank, (rank - step) % 4 < 2).backward()
+                    for name, parameter in ddp.module.named_parameters():
+                        apart[name] += sign * parameter.grad
+                        parameter.data += parameter.grad
+            kept = kept_on_all_ranks(state, ours)
+        found.append((max(float((apart[name] - kept[name] / 4).abs().max()) for name in apart), agreed(ours)))
+    return found
+
+
 SCENARIOS = (
     uncompressed,
     lossless,
     lossy,
     conservation,
+    unused_by_some,
     ridden,
     offloaded,
     planned_order,

@@ -29,6 +29,7 @@ from espresso.strategies import Cluster
 from tests.ddp import (
     ALLGATHER,
     SHARDED,
+    Halves,
     IntegerNet,
     Played,
     agreed,
@@ -304,19 +305,6 @@ def find_unused(rank: int) -> dict[str, list[str]]:
         ddp(batch(rank, number, 20), used).square().mean().backward()
 
     return compare(Branches(), step, find_unused_parameters=True)
-
-
-class Halves(nn.Module):
-    """Gradients that are small integers, of the second half only where it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.now_and_then = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
-
-    def forward(self, key: int, both: bool) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(key)
-        first, second = torch.randint(-8, 9, (2, 3000), generator=draw).float()
-        return self.always @ first + (self.now_and_then @ second if both else 0)
 
 
 def unused_by_all(rank: int) -> list[tuple[float, float]]:

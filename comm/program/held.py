@@ -116,7 +116,8 @@ class Kept:
 
     Attributes:
         correction: moves the velocity; None without one.
-        waits, silent: see :class:`~espresso.comm.keep.store.ResidualStore`; of sums nobody is silent alone.
+        waits, silent: see :class:`~espresso.comm.keep.store.ResidualStore`; of sums, elsewhere than at ``Site.LOCAL``,
+            nobody is silent alone.
     """
 
     residual: Residual | None = None
@@ -197,7 +198,8 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)
     store = part.context.store
-    return Kept(residual, velocity, correction, store.waits, store.silent if part.is_first(index) else frozenset())
+    silent = store.silent if flow.site is Site.LOCAL else frozenset()
+    return Kept(residual, velocity, correction, store.waits, silent)
 
 
 def _any(numbers: Array) -> bool:
