@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import socket
 import struct
 from collections.abc import Mapping, MutableMapping
@@ -49,7 +50,7 @@ _NAMES: dict[str, tuple[str, str, str, str | None, str | None]] = {
         None,
     ),
     "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
 }
 
 
@@ -61,6 +62,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Launch | N
     """
     env = os.environ if environment is None else environment
     for launcher, (rank, size, local_rank, local_size, node) in _NAMES.items():
+        if launcher == "pmi" and local_rank not in env and "SLURM_LOCALID" in env:
+            continue  # srun --mpi=pmi2 says no more than these two of them
         if rank in env and size in env:
             launch = Launch(
                 launcher,
@@ -98,10 +101,16 @@ def export_environment(environment: MutableMapping[str, str] | None = None) -> L
     env.setdefault("LOCAL_RANK", str(launch.local_rank))
     if launch.local_world_size:
         env.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
-    if launch.local_world_size in (0, launch.world_size):
+    if is_one_host(launch, env):
         env.setdefault("MASTER_ADDR", "127.0.0.1")
         env.setdefault("MASTER_PORT", "29500")
     return launch
+
+
+def is_one_host(launch: Launch, env: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this machine, as far as the launcher says; one that says nothing is one shell's."""
+    is_wide = launch.launcher == "slurm" and env.get("SLURM_NNODES", "1") != "1"
+    return launch.local_world_size == launch.world_size or (not launch.local_world_size and not is_wide)
 
 
 def export_worker(rank: int, size: int, local_rank: int, local_size: int, master: str) -> None:
@@ -198,18 +207,24 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _local_size(env: Mapping[str, str], name: str | None) -> int:
-    """Ranks on this node; 0 when the launcher does not say (SLURM writes forms such as ``2(x3)``)."""
+    """Ranks on this node; 0 when the launcher does not say. SLURM writes those of all nodes of a step, ``2(x3),1``."""
     if name is None or name not in env:
         return 0
-    return int(env[name].partition("(")[0]) if env[name].partition("(")[0].isdigit() else _number(env, name)
+    if name not in _NAMES["slurm"]:
+        return _number(env, name)
+    sizes: list[int] = []
+    for part in env[name].split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        sizes += [int(found[1])] * int(found[2] or 1) if found else []
+    node = _number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    return sizes[node] if node < len(sizes) else 0
 
 
 def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: str | None) -> None:
     wrong = None
     if launch.rank >= launch.world_size:
         wrong = f"{rank}={launch.rank} is not below {size}={launch.world_size}"
-    elif launch.local_world_size and launch.launcher != "slurm":
-        # SLURM's figure is what the job asked for, which a step need not fill.
+    elif launch.local_world_size:
         if launch.local_rank >= launch.local_world_size:
             wrong = f"{local_rank}={launch.local_rank} is not below {local_size}={launch.local_world_size}"
         elif launch.local_world_size > launch.world_size:

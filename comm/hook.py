@@ -103,12 +103,13 @@ class Front:
 
     def without_gradient(self, bucket: GradBucket) -> tuple[set[str], set[str]]:
         """Which tensors a bucket has, and those of them that got no gradient since the last exchange: what it holds of
-        these is left over from earlier steps. Where averages are dropped; to be asked once.
+        these is left over from earlier steps. Where averages are dropped; to be asked once. None where gradients are
+        views of the bucket, in which averages stay.
         """
         names = {self._names[id(each)] for each in bucket.parameters() if id(each) in self._names}
         silent = names - self._arrived
         self._arrived -= names
-        return names, silent
+        return names, set() if getattr(self._module(), "gradient_as_bucket_view", False) else silent
 
     def _forward(self, module: torch.nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling():

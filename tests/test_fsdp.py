@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -585,6 +585,18 @@ def left_alone(rank: int) -> tuple[list[str], list[bool]]:
     return said.warnings, [head == model.head.weight.grad.to_local().sum().item(), gain == model.gain.grad.sum().item()]
 
 
+def moments(rank: int) -> list[list[float]]:
+    """Of steps that were recorded: when the last gradient was there, all averages were, and the script had them."""
+    model = shard(tiny())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with closing(registered(model)) as state:
+        for step in range(6):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        steps = state.session.recorder.flight().steps
+        return [[max(each.ready_us), each.done_us, each.script.averaged_us] for each in steps]
+
+
 def broken(rank: int) -> dict[str, Any]:
     """The network between two replicas of one shard breaks: every rank hears of it, long before a time-out."""
     model = shard(tiny())
@@ -924,6 +936,7 @@ SCENARIOS = (
     switched_off,
     off_on_one_rank,
     left_alone,
+    moments,
     scaled,
     broken,
     reentrant,
@@ -981,6 +994,12 @@ def test_a_rank_that_is_off_is_named_at_once_on_all_others(played: Played) -> No
         why = f"espresso is off on rank 0 (ESPRESSO_DISABLE) and not on rank {rank}: set it on all ranks or on none"
         assert told == (why if rank else "")
         assert seconds < 10
+
+
+def test_the_script_has_its_averages_when_they_are_there(played: Played) -> None:
+    for steps in played(moments):
+        assert len(steps) > 2
+        assert steps == [sorted(each) for each in steps]
 
 
 def test_a_parameter_that_fully_shard_leaves_alone_is_warned_of(played: Played) -> None:

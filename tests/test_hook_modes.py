@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +75,22 @@ def test_a_gradient_that_an_earlier_step_left_is_none(played):
         for lost, waiting in found:
             assert lost == 0.0
             assert waiting > 1000
+
+
+def test_what_an_earlier_step_left_in_a_view_stays_with_what_is_kept_of_it(played):
+    for apart, waiting in played(left_in_views):
+        assert apart < 1e-4
+        assert waiting > 1000
+
+
+def test_what_an_earlier_step_left_is_no_alarm(played):
+    assert not any("backed_off" in events for events in played(left_over_and_looked_at))
+
+
+def test_of_velocities_nobody_is_silent(played):
+    """What compression takes off a velocity is kept, whether or not its parameter was used."""
+    _, (before, after) = played(velocity_of_the_unused)
+    assert after != before
 
 
 def test_what_one_rank_did_not_use_is_sent_once_it_does(played):
@@ -360,6 +377,50 @@ def left_over(rank: int) -> list[tuple[float, float]]:
             kept = kept_on_all_ranks(state, ours)["now_and_then"]
         found.append((float((apart - kept / 2).abs().max()), waiting))
     return found
+
+
+def left_in_views(rank: int) -> tuple[float, float]:
+    """Where gradients are views of buckets what an earlier step left is sent again, and DDP keeps that: what a gradient
+    and what is kept of it come to after such steps, less what they came to before; and what is kept.
+    """
+    ddp = wrap(Halves(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    found = []
+    with registered(ddp, ALLGATHER, "topk:ratio=0.1", feedback_gain=1.0) as state:
+        for step, is_used in enumerate((True, True, False, False)):
+            if is_used:
+                ddp.zero_grad()
+            ddp(10 * step + rank, is_used).backward()
+            kept = kept_on_all_ranks(state, ddp)["now_and_then"]
+            found.append(ddp.module.now_and_then.grad + kept / 2)
+    return float((found[3] - found[1]).abs().max()), float(kept.abs().sum())
+
+
+def left_over_and_looked_at(rank: int) -> list[str]:
+    """Every second step has what the one before left of the second half: what the guard said."""
+    ddp = wrap(Halves(), find_unused_parameters=True)
+    with registered(ddp, ALLGATHER, "topk:ratio=0.1", adapt=True) as state:
+        for step in range(10):
+            ddp.module.always.grad = None
+            if step % 2 == 0:
+                ddp.module.now_and_then.grad = None
+            ddp(10 * step + rank, step % 2 == 0).backward()
+            state.metrics()  # judges the step
+        return [row["event"] for row in state.history if row["event"] != "changed"]
+
+
+def velocity_of_the_unused(rank: int) -> tuple[float, float]:
+    """Rank 1 does not use the second half from the fourth step on; its velocity goes on. What it keeps of the half
+    before and after.
+    """
+    ddp, owed = wrap(Halves(), find_unused_parameters=True), []
+    compressor = "randomk:ratio=0.1,momentum=0.5"
+    with registered(ddp, SUMMED, compressor) as state:
+        for step in range(6):
+            ddp.zero_grad()
+            ddp(10 * step + rank, rank == 0 or step < 3).backward()
+            kept = state.session.store.kept({"now_and_then": np.arange(3000)})["now_and_then"]
+            owed.append(float(np.abs(kept).sum()))
+    return owed[2], owed[5]
 
 
 def unused_by_one(rank: int) -> tuple[float, list[bool], list[bool]]:
@@ -913,6 +974,9 @@ SCENARIOS = (
     find_unused,
     unused_by_all,
     left_over,
+    left_in_views,
+    left_over_and_looked_at,
+    velocity_of_the_unused,
     unused_by_one,
     unused_for_long,
     used_in_part,

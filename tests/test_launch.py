@@ -23,7 +23,7 @@ SLURM = {
     "SLURM_PROCID": "7",
     "SLURM_NTASKS": "8",
     "SLURM_LOCALID": "3",
-    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_NODEID": "1",
 }
 
@@ -45,8 +45,17 @@ def test_each_launcher(environment, launch):
     assert read_environment(environment) == launch
 
 
-def test_slurm_writes_sizes_of_groups_of_nodes():
-    assert read_environment({**SLURM, "SLURM_NTASKS_PER_NODE": "4(x2)"}).local_world_size == 4
+@pytest.mark.parametrize(
+    ("said", "sizes"), [("4(x2)", (4, 4, 0)), ("2(x2),1", (2, 2, 1)), ("3,1", (3, 1, 0)), ("", (0,))]
+)
+def test_slurm_writes_the_sizes_of_all_nodes_of_a_step(said, sizes):
+    for node, size in enumerate(sizes):
+        step = {"SLURM_STEP_TASKS_PER_NODE": said, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+        assert read_environment({**SLURM, **step}).local_world_size == size
+
+
+def test_srun_with_pmi2_says_where_a_rank_is_in_slurms_own_words():
+    assert read_environment({**SLURM, "PMI_RANK": "7", "PMI_SIZE": "8"}) == read_environment(SLURM)
 
 
 def test_the_innermost_launcher_counts():
@@ -72,9 +81,21 @@ def test_contradictions_name_the_variable(changes, message):
         read_environment({**TORCHRUN, **changes})
 
 
-def test_a_slurm_job_may_run_fewer_tasks_than_it_asked_for():
-    """SLURM_NTASKS_PER_NODE is what the job asked for, not what this step runs."""
-    assert read_environment({**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}).world_size == 2
+def test_a_slurm_step_may_run_fewer_tasks_than_the_job_asked_for():
+    """SLURM_NTASKS_PER_NODE is what the job asked for."""
+    step = {**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"}
+    environment = {**step, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    export_environment(environment)
+    assert environment["LOCAL_WORLD_SIZE"] == "1"
+    assert read_environment(environment).world_size == 2, "what we wrote reads as torchrun's"
+
+
+def test_srun_that_says_nothing_of_hosts_is_asked_for_an_address_where_there_are_several():
+    environment = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_TASKS_PER_NODE"}
+    export_environment(several := {**environment, "SLURM_NNODES": "2"})
+    assert "MASTER_ADDR" not in several
+    export_environment(one := {**environment, "SLURM_NNODES": "1"})
+    assert one["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_export_speaks_torchruns_words():

@@ -232,6 +232,11 @@ def test_compressed_adam_follows_compressors_that_change_with_epoch_and_step(pla
         assert ranks == ["none", "none", "powersgd:rank=2,start_iter=5"]
 
 
+def test_what_momenta_lose_is_kept_also_of_what_a_rank_did_not_use(played):
+    """It is no gradient that nobody has: a momentum goes on."""
+    assert played(momentum_of_the_unused)[1] > 0
+
+
 @pytest.fixture(scope="module")
 def played():
     return Played(
@@ -239,7 +244,7 @@ def played():
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
             adam_resumed, loaded_anew, backed_off, branches_resumed, never_moved, left_alone, phases_refused,
-            adamw_resumed, scaled_losses, only_measured, scheduled,
+            adamw_resumed, scaled_losses, only_measured, scheduled, momentum_of_the_unused,
         ),
         2,
         deadline_s=120.0,
@@ -514,6 +519,16 @@ def trained_branches(rank: int) -> tuple[Any, Any, Any]:
         saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
         train_branches(ddp, optimizer, rank, range(8, 12))
     return *saved, ddp
+
+
+def momentum_of_the_unused(rank: int) -> float:
+    """What a rank keeps of the first layer, whose compression begins in a step in which rank 1 uses the other."""
+    ddp = branches()
+    with adam(ddp, warmup_steps=4, lr=0.01, compressor="topk:ratio=0.1,raw_below=1") as optimizer:
+        train_branches(ddp, optimizer, rank, range(4))
+        train_branches(ddp, optimizer, rank, range(4, 5), rank)
+        name, size = "layers.0.weight", ddp.module.layers[0].weight.numel()
+        return float(np.abs(optimizer.exchange.session.store.kept({name: np.arange(size)})[name]).sum())
 
 
 def largest(one: Any, other: Any) -> float:

@@ -34,6 +34,8 @@ LOOK_SHARE = 0.002
 """Of a step that looks may take, over many steps; twice as much before they become rarer."""
 
 MOST_EVERY = 64
+IN_A_ROW = 3
+"""Iterations that had to be hurried, after which all are: one may just have paused in its backward pass."""
 
 
 @dataclass
@@ -44,8 +46,8 @@ class Averager:
         member: the group of all ranks.
         known: buckets by number, with their elements: they are described again where their size changes, and where
             exchanges are looked at: DDP may put the same tensors into another order.
-        collects_early: whether somebody waits for buckets before the last is there. DDP waits for nothing before
-            that; a hook around ours may.
+        collects_early: whether somebody waits for buckets before the last is there, in every iteration. DDP waits for
+            nothing before that; a hook around ours may.
         look_every: of so many iterations one looks at the end of every exchange. A power of two, so that ranks which
             do not quite agree still look together.
     """
@@ -57,6 +59,14 @@ class Averager:
     may_look: bool = True
     _began: tuple[int, int] = (-1, 0)
     _step_ns: int = 0
+    _hurried: tuple[int, int] = (-1, 0)
+
+    def hurried(self, iteration: int) -> None:
+        """Nothing came for long before this iteration's last bucket."""
+        before, times = self._hurried
+        if before != iteration:
+            self._hurried = iteration, times + 1 if before == iteration - 1 else 1
+            self.collects_early = self.collects_early or self._hurried[1] == IN_A_ROW
 
     def looks(self, iteration: int) -> bool:
         """Whether this iteration looks at the end of every exchange."""
@@ -99,6 +109,7 @@ class Averaging:
         # Each entry is taken by exactly one caller of `_collect`: popping a deque is atomic.
         self._under_way: deque[tuple[int, Any, int]] = deque()
         self._finite: list[bool] = []
+        self._hurries = False
 
     def take(self, index: int, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Averaging:
         known = self._averager.known.get(index)
@@ -111,7 +122,7 @@ class Averaging:
         member = self._averager.member.connection(index)
         began = time.perf_counter_ns()
         self._under_way.append((index, collectives.allreduce_async(buffer, member), began))
-        if self._iteration.last_seen or self._averager.collects_early or self._looks:
+        if self._iteration.last_seen or self._averager.collects_early or self._hurries or self._looks:
             self._collect()
         return self
 
@@ -121,7 +132,8 @@ class Averaging:
 
     def hurry(self) -> None:
         if not self._iteration.last_seen:
-            self._averager.collects_early = True
+            self._hurries = True
+            self._averager.hurried(self._iteration.record.iteration)
             self._collect()
 
     def waiting_for(self) -> list[str]:

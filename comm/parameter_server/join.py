@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from espresso.comm.environment import Launch, build, export_worker, local_address, read_environment
+from espresso.comm.environment import Launch, build, export_worker, is_one_host, local_address, read_environment
 from espresso.comm.errors import TopologyError
 from espresso.comm.member import LONGEST_S, MAX_CONNECTIONS
 from espresso.comm.memory import Codecs
@@ -282,7 +282,7 @@ def _uses_mpi(launch: Launch, wanted: str) -> bool:
 def _default_master(launch: Launch) -> None:
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    if launch.local_world_size not in (0, launch.world_size):
+    if not is_one_host(launch, os.environ):
         raise TopologyError(
             "several nodes without MPI: set MASTER_ADDR and MASTER_PORT to an address of rank 0's machine"
         )

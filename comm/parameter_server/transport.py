@@ -271,7 +271,7 @@ class MpiTransport:
             if not running:
                 self._wake.wait(0.05)
             else:
-                time.sleep(rest)
+                self._wake.wait(rest)
                 rest = min(rest * 1.5, _LONGEST_REST_S)
             self._wake.clear()
         for pending in running:

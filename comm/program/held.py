@@ -117,7 +117,7 @@ class Kept:
     Attributes:
         correction: moves the velocity; None without one.
         waits, silent: see :class:`~espresso.comm.keep.store.ResidualStore`; of sums, elsewhere than at ``Site.LOCAL``,
-            nobody is silent alone.
+            nobody is silent alone, and of velocities nobody.
     """
 
     residual: Residual | None = None
@@ -198,7 +198,8 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)
     store = part.context.store
-    silent = store.silent if flow.site is Site.LOCAL else frozenset()
+    is_gradient = flow.site is Site.LOCAL and velocities is None
+    silent = store.silent if is_gradient else frozenset()
     return Kept(residual, velocity, correction, store.waits, silent)
 
 

@@ -171,7 +171,9 @@ class Run:
             entered.append(clock.common(script.entered_us or 0.0))
             forward.append(clock.common(script.forward_us or script.entered_us or 0.0))
             parts.append(part_of(steps[before], steps[number], self.stretch.host_copies))
-        return Turn(number, tuple(parts), max(max(forward) - max(entered), 0.0))
+        # A device's host only launches broadcasts before the forward pass.
+        broadcast = 0.0 if self.stretch.host_copies else max(max(forward) - max(entered), 0.0)
+        return Turn(number, tuple(parts), broadcast)
 
 
 def part_of(before: StepRecord, step: StepRecord, on_device: bool = False) -> Part:

@@ -259,6 +259,8 @@ class Guard:
             if slot.tensor in check.where:
                 places = torch.from_numpy(check.where[slot.tensor] + slot.offset)
                 at = places.to(buffer.device, non_blocking=True)  # backward is not waited for
+                if self._store.waits and slot.tensor in self._store.silent and bool(buffer[at].any()):
+                    continue  # left over from an earlier step: it is not kept, and DDP drops its average
                 check.buffers[slot.tensor] = buffer.detach(), at
                 check.given[slot.tensor] = self._side.copied(buffer.detach().index_select(0, at))
                 check.of_bucket.setdefault(bucket.index, []).append(slot.tensor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -97,7 +98,8 @@ class ScriptMarks:
 
     def _backward_end(self) -> None:
         self._recorder.script.backward_end_us = now_us()
-        _queue_callback(self._averaged)  # behind DDP's own, which waits for the averages
+        # Behind DDP's own, and FSDP's, which is queued by one that is queued: these wait for the averages.
+        _queue_callback(partial(_queue_callback, self._averaged))
 
     def _averaged(self) -> None:
         self._recorder.script.averaged_us = now_us()

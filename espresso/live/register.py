@@ -62,6 +62,8 @@ def register(
             return state.turn_off(why)
         is_sharded = any(each.__name__ == "FSDPModule" for each in type(ddp_model).__mro__)
         remedy = "use espresso.fsdp.register" if is_sharded else "wrap the model in DistributedDataParallel first"
+        if isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel):
+            remedy = "register the DistributedDataParallel model before it is compiled"
         raise TypeError(
             f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__}; {remedy}"
         )

@@ -66,6 +66,11 @@ TOLD_S = 1.0
 """For the last message of a rank that closes: the others begin theirs at the end of the same iteration."""
 
 
+def _end(guard: weakref.ref[StepGuard]) -> None:
+    if (found := guard()) is not None:
+        found.remove()
+
+
 class Session:
     """A job from its start to its end. Made by all ranks together; it is the executor's planner.
 
@@ -176,6 +181,8 @@ class Session:
                 there = own_folder(config.artifacts_dir or ".", model.module(), self.groups)
             self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal, there)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
+            if (module := model.module()) is not None:  # whose parameters' ids others may have when it is gone
+                weakref.finalize(module, _end, weakref.ref(self._guard)).atexit = False
             undo.pop_all()
         _OPEN.add(self)
 

@@ -150,6 +150,8 @@ class EspressoState(View):
             strategy.check_model(model.tensors, strategy.cluster)
         self._model = model
         _LIVE.add(self)
+        if self._front is not None:
+            self._front.detach()
         self._front = None if isinstance(module, BoundModel) else Front(module, model.names)
         if self._front is None:
             self._off = ""  # nobody else averages what another front hands over
@@ -240,6 +242,12 @@ class EspressoState(View):
             arrived.index, arrived.buffer, is_last=arrived.is_last, describe=lambda: front.describe(bucket, arrived)
         )
         return future.then(partial(_times, self._over)) if front.averages_over_some else future
+
+    def counts(self, bucket: GradBucket) -> None:
+        """What a bucket has is exchanged as it is, also of parameters that got no gradient in this step."""
+        if self._session is not None:
+            names = (self.name_of(parameter) for parameter in bucket.parameters())
+            self._session.store.silent.difference_update(name for name in names if name is not None)
 
     def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """As plain DDP does, which in ``join()`` divides by what its hooks are not told."""

@@ -241,6 +241,7 @@ class CompressedAdam(WithExchange, AdaptiveOptimizer):
             return
         if is_first:
             self._check_alone()
+        self.exchange.counts(bucket)
         offset = 0
         for param in bucket.parameters():
             if id(param) in self._groups:
