@@ -193,6 +193,24 @@ def test_another_model_has_its_own_passes_and_these_machines_costs():
     assert of_model(large, large, specs) == large, "its own sizes are within reach, however small those measured"
 
 
+def test_a_link_of_which_no_routine_takes_longer_with_its_bytes_has_no_rate():
+    flat = measured_job()
+    level = tuple(replace(curve, points=((4096.0, 100.0), (1048576.0, 100.0))) for curve in flat.costs.links.curves)
+    flat = replace(flat, costs=replace(flat.costs, links=replace(flat.costs.links, curves=level, inter=None)))
+    for change in (Change(inter_gbit=1.0), Change(num_nodes=4, inter_gbit=1.0)):
+        with pytest.raises(JobError, match="no limit that was measured"):
+            changed(flat, change)
+    assert changed(flat, Change(num_nodes=4)).cluster.num_nodes == 4
+
+
+def test_more_machines_at_the_rate_of_these_are_more_machines():
+    small = replace(measured_job(2, 5.0))
+    assert (
+        changed(small, Change(num_nodes=16)).costs
+        == changed(small, Change(num_nodes=16, inter_gbit=own_gbit(small))).costs
+    )
+
+
 def test_a_round_trip_is_latency_that_holds_nothing():
     far = changed(measured_job(), Change(rtt_ms=50.0))
     assert far.costs.links.in_flight == IN_FLIGHT

@@ -29,6 +29,7 @@ from espresso.model.links import (
     num_rounds,
     on_busiest_link,
 )
+from espresso.model.presets import cluster_names
 from espresso.model.probe import Probe
 from espresso.strategies import Cluster, CompressorSpec, Routine, Scope
 from espresso.strategies.fields import faults, number
@@ -107,7 +108,7 @@ def shown_gbit(gbit: float) -> str:
 
 def reached_share(job: Job) -> float:
     """What a bulk transfer reaches of the nominal rate that people name."""
-    return PRESET_REACHED if "cluster_preset" in job.meta else REACHED
+    return PRESET_REACHED if job.meta.get("cluster_preset") in cluster_names() else REACHED
 
 
 def own_gbit(job: Job) -> float:
@@ -316,12 +317,12 @@ def _check_scopes(job: Job, cluster: Cluster) -> None:
 
 def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
     costs, links = job.costs, job.costs.links
-    ratio, inter, own_beta = 1.0, links.inter, 0.0
+    ratio, inter, own_beta = 1.0, links.inter, _own_beta(job)
     if change.inter_gbit is not None:
         if cluster.num_nodes == 1:
             raise JobError("one machine has no network between machines to change")
         if links.curves:
-            own, own_beta = own_gbit(job), _own_beta(job)
+            own = own_gbit(job)
             _check_far(own, change.inter_gbit, "rate", "Gb/s between machines")
             ratio = own / change.inter_gbit
         if inter is not None:
@@ -336,7 +337,8 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
         key = f"{curve.scope.value}.{curve.routine.value}"
         crosses = curve.scope in crossing
         share = costs.contention.comm_cpu.get(key, costs.contention.comm_cpu.get(curve.scope.value, 0.0))
-        made = _carried(curve, job.cluster, cluster, ratio if crosses else 1.0, share, own_beta)
+        on_link = (ratio, own_beta) if crosses else (1.0, 0.0)
+        made = _carried(curve, job.cluster, cluster, on_link[0], share, on_link[1])
         longer = _share_of_time(curve, made, job.cluster, cluster)
         for name in (key, curve.scope.value) if curve.routine is Routine.ALLGATHER else (key,):
             if name in busy:
@@ -361,14 +363,16 @@ def _beta(curve: LinkCurve, cluster: Cluster) -> float:
     (least, least_us), (most, most_us) = curve.points[0], curve.points[-1]
     if len(curve.points) == 1:
         least, least_us = 0.0, 0.0
-    return (most_us - least_us) / (on_busiest_link(curve, cluster)[1] * (most - least) / KB) or float("inf")
+    return (most_us - least_us) / (on_busiest_link(curve, cluster)[1] * (most - least) / KB)
 
 
 def _own_beta(job: Job) -> float:
-    """Of the network between machines, by its fastest routine whose bytes on a link are exact; 0 without one."""
+    """Of the network between machines, by its fastest routine whose bytes on a link are exact; 0 without one whose time
+    rises with its bytes.
+    """
     crossing = _crossing(job.cluster)
     rings = [curve for curve in job.costs.links.curves if curve.scope in crossing and curve.routine in RING_PASSES]
-    return min((_beta(curve, job.cluster) for curve in rings), default=0.0)
+    return min((beta for curve in rings if (beta := _beta(curve, job.cluster)) > 0.0), default=0.0)
 
 
 def _carried(

@@ -9,6 +9,7 @@ element, the finer, until the budget is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import permutations
 from operator import itemgetter
 
@@ -65,7 +66,8 @@ def _mixtures(
         return
     others = {name: choice for name, choice in start.items() if name not in sizes_of}
     left = space.terms.budgets.error**2 - ledger.spent(others)[0]
-    usable = [choice for choice in uniform if ledger.knows([choice]) and constraints.allows(choice)]
+    allows = partial(space.may, kind=FREE) if space.terms.races else constraints.allows
+    usable = [choice for choice in uniform if ledger.knows([choice]) and allows(choice)]
     owed = {choice: np.array([ledger.spent({name: choice})[0] for name in names]) for choice in usable}
     pairs: list[tuple[float, Choice, Choice, set[str]]] = []
     for coarse, fine in permutations(usable, 2):
