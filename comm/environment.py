@@ -62,8 +62,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Launch | N
     """
     env = os.environ if environment is None else environment
     for launcher, (rank, size, local_rank, local_size, node) in _NAMES.items():
-        if launcher == "pmi" and local_rank not in env and "SLURM_LOCALID" in env:
-            continue  # srun --mpi=pmi2 says no more than these two of them
+        if launcher == "pmi" and local_rank not in env and _is_sruns(env, rank, size):
+            continue
         if rank in env and size in env:
             launch = Launch(
                 launcher,
@@ -76,6 +76,12 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Launch | N
             _check(launch, rank, size, local_rank, local_size)
             return launch
     return None
+
+
+def _is_sruns(env: Mapping[str, str], rank: str, size: str) -> bool:
+    """Whether PMI's variables are ``srun --mpi=pmi2``'s, which says no more than these two of them."""
+    both = [env.get(name) for name in (rank, size, "SLURM_PROCID", "SLURM_NTASKS")]
+    return None not in both and both[:2] == both[2:]
 
 
 def told_world_size() -> int:
@@ -109,7 +115,7 @@ def export_environment(environment: MutableMapping[str, str] | None = None) -> L
 
 def is_one_host(launch: Launch, env: Mapping[str, str]) -> bool:
     """Whether all ranks are on this machine, as far as the launcher says; one that says nothing is one shell's."""
-    is_wide = launch.launcher == "slurm" and env.get("SLURM_NNODES", "1") != "1"
+    is_wide = env.get("SLURM_NNODES", "1") != "1"
     return launch.local_world_size == launch.world_size or (not launch.local_world_size and not is_wide)
 
 

@@ -332,12 +332,13 @@ class Groups:
 
     def let_go(self) -> None:
         """Stop the threads of a job that nobody holds any more, and leave its groups to those that are made next: this
-        is called in any thread, and torch's tables belong to the one that makes groups.
+        is called in any thread, and torch's tables belong to the one that makes groups. Of Gloo alone, each rank for
+        itself: those of NCCL all ranks would have to end together.
         """
         made, self._made = self._made, []
         if self._upkeep is not None:
             self._upkeep.stop()
-        _LEFT.extend(weakref.ref(member.group) for member in made)
+        _LEFT.extend(weakref.ref(member.group) for member in made if self.backend == "gloo")
         if self.beside is not None:
             self.beside.let_go()
         self.alarm.close()

@@ -103,8 +103,8 @@ class Front:
 
     def without_gradient(self, bucket: GradBucket) -> tuple[set[str], set[str]]:
         """Which tensors a bucket has, and those of them that got no gradient since the last exchange: what it holds of
-        these is left over from earlier steps. Where averages are dropped; to be asked once. None where gradients are
-        views of the bucket, in which averages stay.
+        these is left over from earlier steps. Where averages are dropped; to be asked once. Where gradients are views
+        of the bucket, in which averages stay, no tensor is.
         """
         names = {self._names[id(each)] for each in bucket.parameters() if id(each) in self._names}
         silent = names - self._arrived

@@ -993,6 +993,8 @@ def test_files_and_their_faults(tmp_path):
 def test_what_is_over_budget_is_so_for_certain(budget, checks, over):
     strategy, measured = owing(checks)
     assert found_over(strategy, measured, Terms(error_budget=budget)) == pytest.approx(over, abs=0.01)
+    beside_another = replace(strategy, gain_scale=4.0)
+    assert found_over(beside_another, measured, Terms(error_budget=budget)) == 0.0, "what was measured is none of its"
 
 
 @pytest.mark.parametrize(("budget", "over"), [(2.0, 1.5), (4.0, 0.0)])
@@ -1034,7 +1036,9 @@ def owing(checks):
     strategy = Strategy.uniform(tensors, Cluster(2, 1)).with_choices({"a": choice})
     seen = [checks[number % len(checks)] for number in range(OWED_CHECKS)]
 
-    def measured(without: int | None = None) -> dict[str, tuple[Choice, float]]:
+    def measured(*, scale: float, without: int | None = None) -> dict[str, tuple[Choice, float]]:
+        if scale != 1.0:
+            return {}
         left = [owed**2 for number, owed in enumerate(seen) if number != without]
         # Half of the elements owe nothing.
         return {"a": (choice, math.sqrt(2 * sum(left) / len(left))), "b": (choice, 99.0)}

@@ -299,7 +299,7 @@ def test_explain_says_what_a_strategy_asks_of_buckets_and_gains(files: dict[str,
     asked = replace(Strategy.load(files["strategy"]), bucket_cap_mb=5.0)
     for scale, moved in ((0.5, {"efsignsgd"}), (4.0, {"efsignsgd", "dgc:ratio=0.01"})):
         said = set()
-        for compressor in ("efsignsgd", "dgc:ratio=0.01", "int8"):
+        for compressor in ("efsignsgd", "dgc:ratio=0.01", "int8", "dgc:momentum=0.9,ratio=0.01"):
             spec = CompressorSpec.parse(compressor)
             choices = {t: replace(c, compressor=spec) if c.compressor != NONE else c for t, c in asked.choices.items()}
             replace(asked, choices=choices, gain_scale=scale).save(path)

@@ -335,6 +335,14 @@ def test_a_faster_card_frees_what_exchanges_held_together() -> None:
     assert freed == pytest.approx([sum(costs.sent) / 888] * 2, rel=0.02)
 
 
+def test_a_devices_host_says_nothing_of_broadcasts() -> None:
+    """It launches them, and runs ahead."""
+    flights = World(broadcast_ms=9).flights()
+    assert "buffer_broadcast" in [finding.kind for finding in diagnose(flights).findings]
+    there = [replace(f, stretches=tuple(replace(s, host_copies=True) for s in f.stretches)) for f in flights]
+    assert "buffer_broadcast" not in [finding.kind for finding in diagnose(there).findings]
+
+
 def test_shifted_clocks_change_nothing() -> None:
     for change in ({}, {"compressed": True}):
         here, apart = (diagnose(World(ahead_s=s, broadcast_ms=9, **change).flights()) for s in (0.0, 12.0))

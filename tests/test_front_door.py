@@ -284,6 +284,14 @@ def observed_from_outside(rank: int) -> tuple[int, str, float]:
     return watch._groups.cluster.num_nodes, str(folder), watch._groups.timeout_s
 
 
+def test_a_state_that_is_bound_again_leaves_nothing_at_the_model() -> None:
+    model = nn.Linear(4, 4)
+    state = espresso.EspressoState("none").bind(model).bind(model)
+    assert len(model._forward_pre_hooks) == 1
+    state.close()
+    assert not model._forward_pre_hooks
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(__name__, (observed_wrongly, observed_from_outside), 2)

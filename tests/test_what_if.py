@@ -16,6 +16,8 @@ from espresso.model.probe import Probe
 from espresso.model.timeline import simulate
 from espresso.model.what_if import (
     IN_FLIGHT,
+    PRESET_REACHED,
+    REACHED,
     Change,
     RangeError,
     changed,
@@ -23,6 +25,7 @@ from espresso.model.what_if import (
     of_model,
     own_gbit,
     parse_gbit,
+    reached_share,
     repaired,
     slowest,
 )
@@ -203,8 +206,16 @@ def test_a_link_of_which_no_routine_takes_longer_with_its_bytes_has_no_rate():
     assert changed(flat, Change(num_nodes=4)).cluster.num_nodes == 4
 
 
+def test_only_presets_reach_less_of_their_rate():
+    shares = [
+        reached_share(replace(measured_job(), meta=meta))
+        for meta in ({}, *({"cluster_preset": name} for name in ("mine.json", "pcie-25g")))
+    ]
+    assert shares == [REACHED, REACHED, PRESET_REACHED]
+
+
 def test_more_machines_at_the_rate_of_these_are_more_machines():
-    small = replace(measured_job(2, 5.0))
+    small = measured_job(2, 5.0)
     assert (
         changed(small, Change(num_nodes=16)).costs
         == changed(small, Change(num_nodes=16, inter_gbit=own_gbit(small))).costs

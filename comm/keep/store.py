@@ -103,7 +103,7 @@ class ResidualStore:
         live: those in use by the plan.
         waits: whether what is owed of a stretch without any gradient is kept until it has some: its average may be
             dropped, as by DDP of a parameter that no rank used. On the host.
-        silent: tensors that got no gradient on this rank in this iteration, whatever is left over of earlier ones.
+        silent: tensors of which this rank has nothing to give in this iteration, whatever is left over of earlier ones.
         unsent: tensors of whose carry some was not in the last iteration that counted.
     """
 

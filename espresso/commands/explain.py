@@ -46,7 +46,10 @@ def explain(
     if loaded.bucket_cap_mb is not None:
         console.print(f"DDP's buckets are to hold up to {loaded.bucket_cap_mb:g} MB")
     for spec in dict.fromkeys(loaded.choices[tensor.name].compressor for tensor in compressed(loaded)):
-        traits = create(spec).traits
+        compressor = create(spec)
+        traits = compressor.traits
+        if compressor.correction:  # is defined with a gain of 1
+            continue
         gain, usual = traits.gain_at(loaded.gain_scale), traits.feedback_gain
         if gain != usual:
             console.print(f"the feedback gain of {spec} is {gain / usual:g} times the usual, by the job's optimizer")

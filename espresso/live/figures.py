@@ -66,7 +66,8 @@ def noted(strategy: Strategy, name: str) -> float:
 
 def owed(session: Session) -> float:
     """Gradients that the strategy in use owes by the guard's checks, tensors by their elements; 0 where it saw none."""
-    return 0.0 if session.guard is None else owed_by(session.decider.strategy, session.guard.owed())
+    strategy = session.decider.strategy
+    return 0.0 if session.guard is None else owed_by(strategy, session.guard.owed(scale=strategy.gain_scale))
 
 
 def _predicted_overlap(session: Session) -> float:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from statistics import pvariance
 from typing import TYPE_CHECKING, Any
 
@@ -162,11 +163,12 @@ class OnlineSearch:
                 asked = Terms.of(strategy.notes) or asked
                 if asked.error_budget is None:  # found where one was named, or written by hand: the laxer of the two
                     asked = replace(asked, error_budget=HARMLESS)
-        budget, owes = asked.error_budget, owed_by(strategy, self.measured_owed())
+        of_this = partial(self.measured_owed, scale=strategy.gain_scale)
+        budget, owes = asked.error_budget, owed_by(strategy, of_this())
         if not budget or owes <= math.exp(TELLING) * budget:
             return 0.0
         # Each check saw other runs of a tensor: how far they are apart says how far the mean may be off.
-        without = [owed_by(strategy, self.measured_owed(without=number)) for number in range(OWED_CHECKS)]
+        without = [owed_by(strategy, of_this(without=number)) for number in range(OWED_CHECKS)]
         error = math.sqrt((OWED_CHECKS - 1) * pvariance(without))
         return owes / budget if owes - 2 * error > budget else 0.0
 

@@ -341,7 +341,7 @@ class EspressoState(View):
         """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations.
 
         Residuals at parameter servers are reached through the first rank, which waits for their answer: of these a save
-        is right after the next step.
+        is right only once the next step is over.
 
         Raises:
             ValueError: no tensor of the model has such a name, or a factor is not finite.

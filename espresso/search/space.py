@@ -12,7 +12,7 @@ from espresso.search.candidates import Unit, compressed_leaves, every_choice, ra
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.terms import Terms
 from espresso.strategies import NONE, Choice, CompressorSpec
-from espresso.strategies.constraints import FREE, Constraints
+from espresso.strategies.constraints import EXACT, FREE, Constraints, parse_forced
 
 
 @dataclass
@@ -86,6 +86,15 @@ def sensitivity_of(job: Job, given: Sensitivity | None) -> Sensitivity | None:
     return given
 
 
+def _check_forced(job: Job, terms: Terms, known: Sequence[CompressorSpec], sensitivity: Sensitivity) -> None:
+    """Of what tensors are forced to the sensitivity has to say what it owes, where a budget is kept to."""
+    for tensor in job.tensors if terms.error_budget is not None else ():
+        kind = terms.constraints.kind_of(tensor)
+        spec = NONE if kind in (FREE, EXACT) else parse_forced(kind)[0]
+        if spec != NONE and spec not in known:
+            sensitivity.of(spec, tensor.name)
+
+
 def space_of(
     job: Job,
     specs: tuple[CompressorSpec, ...],
@@ -108,7 +117,8 @@ def space_of(
     if sensitivity is None and asked:
         sensitivity = normal_sensitivity(known, scale=job.gain_scale)
     elif sensitivity is not None:
-        known = tuple(spec for spec in known if (asked and spec in (*specs, *forced)) or sensitivity.knows(spec, names))
+        known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec, names))
+        _check_forced(job, terms, known, sensitivity)
     ledger = Ledger(
         job.tensors, job.cluster, known, sensitivity, terms.budgets,
         storage=terms.residual_dtype, transactional=terms.transactional,
