@@ -100,6 +100,11 @@ OURS = {"ours": 1.0, "ours, half the budget": 0.5, "ours, twice the budget": 2.0
 PYTORCHS = ("plain", "bf16 hook", "powersgd hook")
 ARMS = (*PYTORCHS, *OURS, f"ours{OFF}")
 
+ONE_BUCKET_MB = 1024
+"""PyTorch's PowerSGD starts its factors' exchanges in callbacks: with several buckets over Gloo ranks start them in
+different orders and wait for each other for good (the recommender).
+"""
+
 
 def attach(arm: str, model: DistributedDataParallel, seed: int, harmless: float) -> Any:
     """Register the arm on a model, which may owe so much by itself; the state of automatic mode, else None."""
@@ -146,7 +151,8 @@ def train_once(case: str, arm: str, seed: int, steps: int) -> Run:
     from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE
 
     task = task_of(case, seed)
-    models = [DistributedDataParallel(model) for model in task.make_models()]
+    cap_mb = ONE_BUCKET_MB if arm == "powersgd hook" else None
+    models = [DistributedDataParallel(model, bucket_cap_mb=cap_mb) for model in task.make_models()]
     optimizers = [task.make_optimizer(model) for model in models]
     harmless = HARMLESS if isinstance(optimizers[0], torch.optim.SGD) else HARMLESS_ADAPTIVE
     states = [state for model in models if (state := attach(arm, model, seed, harmless)) is not None]
