@@ -76,11 +76,12 @@ class Whole:
             check = guard._check
             if check is not None and check.in_use:
                 ranks = dist.get_world_size()
-                kept = guard._store.kept({name: np.arange(guard._numels[name]) for name in check.where})
+                where = {name: np.arange(guard._numels[name]) for name in check.where}
+                kept = guard._store.kept(where, weigh=guard._weigh)
                 for name, choice in check.choices.items():
                     if name not in self._found or self._found[name][0] != choice:
                         self._found[name] = choice, deque(maxlen=OWED_CHECKS)
-                    own = torch.from_numpy(guard._weight * kept[name].astype(np.float64))
+                    own = torch.from_numpy(kept[name][1].copy())
                     dist.all_reduce(own)  # every rank's check is of the same step and tensors
                     self._found[name][1].append((float(own.square().sum()) / ranks, self._squares[name]))
             return end(guard, record)

@@ -50,7 +50,7 @@ arguments.add_argument("--width", type=int, default=128)
 arguments.add_argument("--layers", type=int, default=4)
 arguments.add_argument("--context", type=int, default=64)
 arguments.add_argument("--accumulate", type=int, default=4, help="backward passes a step")
-arguments.add_argument("--compressor", default="dgc:ratio=0.01")
+arguments.add_argument("--compressor", default="auto")
 chosen = arguments.parse_args()
 
 dist.init_process_group("gloo")

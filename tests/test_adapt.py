@@ -17,14 +17,14 @@ import torch
 
 from espresso.comm import collectives
 from espresso.live import remeasure
-from espresso.live.candidates import Candidate
+from espresso.live.candidates import Candidate, Moved
 from espresso.live.change import Cause, Change, Finding
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.online_search import OnlineSearch
 from espresso.live.profiler import Place
 from espresso.live.remeasure import Remeasured, with_probes
-from espresso.live.turns import TRY_MOST, TRY_ROUNDS, TRY_STEPS
+from espresso.live.turns import TRY_MOST, TRY_ROUNDS, TRY_STEPS, alike
 from espresso.model.costs import Contention
 from espresso.model.links import LinkCurve, Links
 from espresso.model.payload_sizes import compressed
@@ -686,7 +686,7 @@ def test_what_exchanges_take_of_a_core_is_spread_over_how_long_they_last(monkeyp
     )
 
     job = job_from_trace("lstm", 2, 1, "pcie-25g")
-    contention = Contention(cores=1.0, comm_cpu={"flat": 0.0})
+    contention = Contention(cores=1.0, comm_cpu={"flat": 0.0, "flat.push": 0.3})
     job = replace(job, costs=replace(job.costs, links=links(2e-2), contention=contention))
     groups: Any = SimpleNamespace(cluster=TWO)
     found, measured = [], []
@@ -700,6 +700,21 @@ def test_what_exchanges_take_of_a_core_is_spread_over_how_long_they_last(monkeyp
         found.append(job.costs.contention.comm_cpu["flat"])
     assert found == pytest.approx([0.4, 0.4, 0.1], rel=0.01)
     assert len(measured) == 1
+    assert job.costs.contention.comm_cpu["flat.push"] == 0.3, "is not measured again"
+
+
+def test_of_several_links_what_has_moved_most_counts():
+    """A link between hosts that became faster, on a cluster whose links within hosts stay."""
+    assert Moved.of_all([(1.0, 0.0), (0.25, 1.4), (1.1, 0.1)]) == (0.25, 1.4)
+    assert Moved.of_all([[0.9, 0.1], [3.0, 1.1]]) == (3.0, 1.1)
+
+
+def test_a_strategy_whose_residuals_come_back_at_another_rate_is_another():
+    slower = replace(SIGNS, gain_scale=0.5)
+    assert alike(SIGNS, replace(SIGNS))
+    assert not alike(SIGNS, slower)
+    exact = SIGNS.with_choices(dict.fromkeys(SIGNS.choices, PLAIN))
+    assert alike(exact, replace(exact, gain_scale=0.5))
 
 
 @pytest.mark.parametrize("slower", [1.0, 3.0])

@@ -616,6 +616,24 @@ def test_tensors_take_what_they_are_forced_to():
     assert str(again.strategy.choices["t2"].compressor) == "efsignsgd"
 
 
+def test_what_is_said_of_the_forced_tensors_alone_is_enough():
+    """A compressor that nobody else is offered."""
+    job = make_job([90_000, 40_000], [0, 5], beta=20.0, costs=BOTH)
+    terms = Terms(
+        2.0, constraints=Constraints(most_compressions=1, force={"t0": "fp16 via comp > flat.allreduce > dec"})
+    )
+    said = Sensitivity({TOY: {"*": 0.9}, FP16: {"t0": 0.25}})
+    for asked in (terms, replace(terms, error_budget=None)):
+        found = search(job, [TOY], terms=asked, sensitivity=said, payload=two_sizes)
+        assert found.strategy.choices["t0"].compressor == FP16
+        owed = 0.9 if found.strategy.choices["t1"].compressor == TOY else 0.0
+        assert found.error == pytest.approx(math.sqrt((9 * 0.25**2 + 4 * owed**2) / 13))
+    with pytest.raises(JobError, match="what 'fp16' does to tensor 't0'"):
+        search(
+            job, [TOY], terms=terms, sensitivity=Sensitivity({TOY: {"*": 0.9}, FP16: {"t1": 0.25}}), payload=two_sizes
+        )
+
+
 @pytest.mark.parametrize("forced", [str(TOY), f"{TOY} via {GATHER.option}", "fp16"])
 def test_what_some_tensors_are_forced_to_is_nothing_for_the_others(forced):
     """Neither by the simple strategy, whose compressor holds most, nor by merging kinds, nor by a baseline."""
@@ -833,7 +851,11 @@ def test_measured_errors_are_what_feedback_keeps():
     assert found.of(specs[1], "same") == pytest.approx(hundredths, rel=0.3)
     assert [rings(specs[0], gain) for gain in (None, 0.125, 1.0)] == [1.0, 1.0, RINGING]
     assert rings(FP16, 1.0) == 1.0, "what keeps nothing back does not ring"
+    # In a job that corrects momentum all of a residual comes back of every compressor, as with dgc's own.
+    assert rings(specs[0], 1.0, corrected=True) == rings(CompressorSpec.parse("dgc:ratio=0.1,momentum=0.9")) == 1.0
     classical = measure_sensitivity(samples, specs[:1], gain=1.0)
+    corrected = measure_sensitivity(samples, specs[:1], corrected=True)
+    assert RINGING * corrected.of(specs[0], "noise") == pytest.approx(classical.of(specs[0], "noise"))
     assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
     beside = measure_sensitivity(samples, specs[:1], scale=4.0).of(specs[0], "noise")
     as_asked = measure_sensitivity(samples, specs[:1], gain=1 / 4).of(specs[0], "noise")
@@ -1051,7 +1073,12 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
     choice = Choice(parse_option("comp > flat.allgather > dec"), signs)
     forecast = {signs: {"t0": 1.0}, other: {"t0": 4.0}}
     search = SimpleNamespace(
-        _wanted=lambda: (), _forecast=forecast, _measured=set(), _forecast_scale=1.0, gain_scale=lambda: 1.0
+        _wanted=lambda: (),
+        _first_forecast={},
+        _forecast=forecast,
+        _measured=set(),
+        _forecast_scale=1.0,
+        gain_scale=lambda: 1.0,
     )
     for measured in ({"t0": (choice, 2.0)}, {}):  # it is not looked at for long enough at first
         search.measured_owed = lambda scale, measured=measured: measured
@@ -1065,7 +1092,8 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     """And what tensors were found to owe still counts."""
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), _forecast_scale=None, gain=None,
+        _wanted=lambda: (signs,), _first_forecast={}, _forecast={}, _measured=set(), _forecast_scale=None, _gain=None,
+        corrects_momentum=False,
         gain_scale=lambda: 4.0,
         _sampler=SimpleNamespace(samples=list),
         measured_owed=lambda scale: {"t1": (GATHER, 7.0)} if scale == 4.0 else {},
@@ -1080,6 +1108,15 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     online.gain_scale = lambda: 0.25
     known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])
     assert known.of(signs, "t1") == normal_sensitivity([signs], scale=0.25).of(signs, "t1")
+    # A compressor that comes into force later is corrected by what was measured as well.
+    few = CompressorSpec.parse("dgc:ratio=0.01")
+    online.gain_scale = lambda: 4.0
+    for wanted in ((signs,), (signs, few)):
+        online._wanted = lambda wanted=wanted: wanted
+        known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])
+    normal = normal_sensitivity([signs, few], scale=4.0)
+    assert known.of(signs, "t1") == 7.0
+    assert known.of(few, "t1") == pytest.approx(7.0 * normal.of(few, "t1") / normal.of(signs, "t1"))
 
 
 def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
@@ -1093,7 +1130,8 @@ def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
     assert [sample.tensor.name for sample in sampler.samples()] == ["used"]
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), _forecast_scale=None, gain=None,
+        _wanted=lambda: (signs,), _first_forecast={}, _forecast={}, _measured=set(), _forecast_scale=None, _gain=None,
+        corrects_momentum=False,
         gain_scale=lambda: 1.0,
         _sampler=sampler, measured_owed=lambda scale: {}, _tensors=dict.fromkeys(("used", "idle")),
     )  # fmt: skip

@@ -464,6 +464,21 @@ def test_unknown_trace_and_cluster_list_what_there_is(tmp_path: Path) -> None:
     assert not (tmp_path / "j.json").exists()
 
 
+def test_all_of_a_live_run_are_those_that_it_had(tmp_path: Path) -> None:
+    """Its job has costs of what was forced, and of what residuals are packed with, too."""
+    from espresso.search.terms import AUTOMATIC
+
+    costs = compute(2.0, 1.0) + compute(1.0, 1.0, name="bf16") + compute(3.0, 1.0, name="dgc:ratio=0.01")
+    job, path = ddp_job([1 << 18] * 2, [0, 3000], beta=8.0, costs=costs), tmp_path / "job.json"
+    job.save(path)
+    found = printed(espresso("search", path, "-c", "auto", "--json"))
+    assert set(found["compressors"]) == {"efsignsgd", "bf16", "dgc:ratio=0.01"}
+    assert (found["error_budget"], found["error"] <= 2.5) == (2.5, True)
+    replace(job, meta={"compressor": "efsignsgd", **AUTOMATIC.to_meta()}).save(path)
+    found = printed(espresso("search", path, "-c", "auto", "--json"))
+    assert (found["compressors"], found["error_budget"]) == (["efsignsgd"], None)
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -37,6 +37,7 @@ from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, m
 
 SABOTAGED_AT, NOTICED_WITHIN = 40, 100
 WIDTHS = (64, 128, 128, 8)
+SUMMED = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 TOGETHER = "comp > flat.allreduce > transform > flat.allreduce > dec"
 
 
@@ -216,6 +217,33 @@ def drifts(rank: int) -> tuple[float, float, float]:
         return found, float(np.sqrt(np.mean(own[60:]))), float(np.sqrt(np.mean(whole[60:])))
 
 
+def of_sums(rank: int) -> dict[str, tuple[float, float]]:
+    """One rank of each node keeps what a sum of its ranks owes: of each tensor what the guard says, and the truth."""
+    ddp = wrap(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))), bucket_cap_mb=1)  # one bucket
+    weights, draw = dict(ddp.module.named_parameters()), torch.Generator().manual_seed(rank)
+    squares = {name: np.zeros(2) for name in weights}
+    with registered(ddp, SUMMED, "efsignsgd", ranks_per_node=2, adapt=True) as state:
+        with patch("espresso.live.guard.EVERY", 4):
+            for step in range(100):
+                gradients = {name: torch.randn(128, 128, generator=draw) for name in weights}
+                ddp.zero_grad()
+                # (Through the forward pass, as DDP wants, and with these gradients.)
+                (
+                    0 * ddp(torch.ones(1, 128)).sum() + sum((weights[n] * g).sum() for n, g in gradients.items())
+                ).backward()
+                state.metrics()  # judges the step
+                kept = state.session.store.kept({name: np.arange(1 << 14) for name in weights})
+                if step >= 60:
+                    for name, gradient in gradients.items():
+                        squares[name] += np.square(kept[name]).sum(), float(gradient.double().square().sum())
+        found = {}
+        for name, (_, owed) in state.session.guard.owed(OWED_CHECKS).items():
+            summed = torch.from_numpy(squares[name])
+            torch.distributed.all_reduce(summed)
+            found[name] = owed, float((summed[0] / summed[1]).sqrt())
+        return found
+
+
 class Many(nn.Module):
     """More tensors than one check looks at."""
 
@@ -302,7 +330,7 @@ def answers_later(rank: int) -> int:
 @pytest.fixture(scope="module")
 def played() -> Played:
     scenarios = (
-        apart, learnt, uneven, drifts, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many,
+        apart, learnt, uneven, drifts, of_sums, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many,
         some_are_done, goes_exact, answers_later, zero_a_tensor_with_momentum, halve_what_one_rank_decodes,
     )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=180)
@@ -345,6 +373,13 @@ def test_what_few_rows_have_most_of_is_seen_as_it_is(played):
     true = np.mean([owed for _, owed in played(uneven)])
     assert len(found) == 1
     assert found.pop() == pytest.approx(true, rel=0.15)
+
+
+def test_what_few_ranks_keep_of_sums_is_seen_on_whichever_it_lies(played):
+    (found,) = {tuple(row.items()) for row in played(of_sums)}
+    assert len(found) == 2
+    for _, (owed, true) in found:
+        assert owed == pytest.approx(true, rel=0.2)
 
 
 def test_one_of_more_tensors_than_a_check_looks_at_is_confirmed(played):

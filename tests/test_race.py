@@ -121,6 +121,17 @@ def run(planner: AutoPlanner, steps: int, before: Callable[[int], None] = lambda
     return ran
 
 
+def test_where_the_guard_left_all_exact_that_is_why_nothing_races():
+    search = Found()
+    search.why_none = ""  # something is predicted to be faster
+    planner = planner_of(search, race_rounds=2, decide_by=30)
+    for _ in range(2):
+        planner.back_off(["a"], 2)
+    run(planner, 20)
+    assert planner.verdict is not None
+    assert (planner.verdict.name, "out of their band" in planner.verdict.reason) == ("plain", True)
+
+
 def test_another_compressor_drops_the_race_and_runs_another():
     search = Found()
     planner = planner_of(search, race_rounds=1, decide_by=0)

@@ -549,6 +549,21 @@ def test_automatic_terms_in_a_job_are_checked_and_older_ones_read(tmp_path):
             Terms.of({"automatic": body})
 
 
+def test_a_compressor_that_the_live_run_did_not_name_may_owe_any_number(tmp_path):
+    """As where it is registered by name; the run's own keep the run's budget, and of several not all is harmless."""
+    from espresso.search.terms import AUTOMATIC, HARMLESS_ADAPTIVE, Terms
+
+    job, signs, both = long_network(1), CompressorSpec.parse("efsignsgd"), "efsignsgd; dgc:ratio=0.01"
+    several = [signs, CompressorSpec.parse("int8")]
+    asked = replace(AUTOMATIC, error_budget=4.0)
+    assert Terms.usual(job, [signs]) == Terms(all_kinds=False)
+    assert Terms.usual(job, several) == Terms(HARMLESS_ADAPTIVE, all_kinds=False)
+    assert Terms.usual(job, several, automatic=True) == replace(AUTOMATIC, error_budget=HARMLESS_ADAPTIVE)
+    for of_run, specs, budget in ((both, [signs], None), ("efsignsgd", [signs], 4.0), (both, several, 4.0)):
+        live = replace(job, meta={"compressor": of_run, **asked.to_meta()})
+        assert Terms.usual(live, specs) == replace(asked, error_budget=budget)
+
+
 def test_a_strategy_that_compresses_nothing_says_what_was_asked():
     from espresso.search.terms import AUTOMATIC, Terms
 

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from espresso.cli import app
-from espresso.live.observer import Observation, combine, hosts_of, profile_of
+from espresso.live.observer import Observation, Observer, combine, hosts_of, profile_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
 from espresso.model.job import GAIN_SCALE, SENSITIVITY, Host, Job, Profile
 from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, num_rounds, routine_cost
@@ -33,12 +34,14 @@ from espresso.search.search import lay_out
 from espresso.search.terms import AUTOMATIC, Terms
 from espresso.search.what_if import predict, stops_paying
 from espresso.strategies import (
+    Bucket,
     Cluster,
     CompressorSpec,
     Device,
     Form,
     Routine,
     Scope,
+    Slot,
     Strategy,
     TensorSpec,
     parse_option,
@@ -346,6 +349,15 @@ def test_a_slow_host_repaired_is_the_even_cluster():
     assert plain_us(repaired(job, "good")) == pytest.approx(plain_us(job))
     with pytest.raises(JobError, match="no host 'bad' beside others; the job has thin, good"):
         repaired(job, "bad")
+
+
+def test_a_gradient_that_is_in_no_bucket_is_not_observed():
+    """FSDP's passes that exchange nothing stamp some, too."""
+    clock = SimpleNamespace(ready_ns={"a": 5_000, "elsewhere": 9_000}, forward_ns=1_000)
+    bucket = Bucket(0, (Slot("a", 0, 4), Slot("b", 4, 4)))
+    record = SimpleNamespace(buckets=[bucket], ready_ns=[7_000])
+    observed = Observer._observe(SimpleNamespace(_clock=clock), record, 0)
+    assert observed.tensor_ready_us == {"a": 0.0, "b": 2.0}
 
 
 def seen(backward_us: float) -> list[Observation]:

@@ -224,6 +224,8 @@ class Executor:
         assignment = iteration.record.assignment
         watched = assignment.deferred or assignment.record or self.velocities is not None
         if assignment.strategy.only_averages and not watched and not iteration.drains:
+            if not self.may_owe:
+                self._programs.forget()  # of profiled steps, which hold on to their buckets
             return Averaging(iteration, self._averager, on_done, self.lanes.fail)
         tasks = Tasks(iteration, self._programs, self.lanes, on_done)
         if assignment.order is not None and assignment.buckets is not None:

@@ -158,18 +158,26 @@ class ResidualStore:
             transactional=self.transactional, gain=gain, storage=storage or self.storage, holds=holds,
         )  # fmt: skip
 
-    def kept(self, where: Mapping[str, Places], fetched: Fetched = _as_they_are) -> dict[str, Array]:
+    def kept(
+        self, where: Mapping[str, Places], fetched: Fetched = _as_they_are, weigh: Callable[[Site], float] | None = None
+    ) -> dict[str, Array]:
         """What this rank answers for of some elements of tensors: its residuals at all sites and what it carries. Only
         between iterations. Those at servers are not in it.
 
         Args:
             where: elements within the tensor, ascending.
             fetched: makes tensors and brings them to the host, all at once.
+            weigh: what is kept at a site counts so much in a second row.
 
         Returns:
-            By tensor, float64.
+            By tensor, float64[elements], or float64[2, elements] with ``weigh``.
         """
-        found = {tensor: np.zeros(places.size) for tensor, places in where.items()}
+        found = {tensor: np.zeros((1 if weigh is None else 2, places.size)) for tensor, places in where.items()}
+
+        def add(tensor: str, here: slice, values: Array, site: Site) -> None:
+            found[tensor][0, here] += values
+            if weigh is not None:
+                found[tensor][1, here] += weigh(site) * values
 
         def within(tensor: str, start: int, numel: int) -> slice:
             return slice(*np.searchsorted(where[tensor], (start, start + numel)))
@@ -187,15 +195,16 @@ class ResidualStore:
 
         for (residual, tensor, here, _), kept in zip(pieces, fetched(picked) if pieces else (), strict=True):
             values = kept.numpy()
-            found[tensor][here] += values if residual.gain == 1 else values / values.dtype.type(residual.gain)
-        arrays = [(tensor, 0, values) for tensor, values in self.carry.items()]
-        for (tensor, _), parts in self._waiting.items():
-            arrays += [(tensor, start, values) for start, values, replica in parts if replica == 0]
-        for tensor, start, held in arrays:
+            values = values if residual.gain == 1 else values / values.dtype.type(residual.gain)
+            add(tensor, here, values, residual.site)
+        arrays = [(tensor, 0, values, Site.LOCAL) for tensor, values in self.carry.items()]
+        for (tensor, site), parts in self._waiting.items():
+            arrays += [(tensor, start, values, site) for start, values, replica in parts if replica == 0]
+        for tensor, start, held, site in arrays:
             if tensor in where:
                 here = within(tensor, start, held.size)
-                found[tensor][here] += held[where[tensor][here] - start]
-        return found
+                add(tensor, here, held[where[tensor][here] - start], site)
+        return found if weigh is not None else {tensor: rows[0] for tensor, rows in found.items()}
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""

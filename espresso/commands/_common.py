@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib.util import find_spec
@@ -234,15 +234,19 @@ def check_compressor(text: str, where: str, status: ExitStatus = ExitStatus.USAG
 
 
 def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ...]:
-    """As :func:`parse_compressors`; with ``auto`` also all that the job has costs for.
+    """As :func:`parse_compressors`; with ``auto`` also those of the run that measured the job, or all that have costs.
 
     Raises:
         UserError: as there.
     """
+    from espresso.model.job import TERMS
+
     specs = parse_compressors(texts)
     if AUTO in texts:
         where = f"--compressor {AUTO}: the job has costs for"
-        of_job = dict.fromkeys(cost.spec for cost in job.costs.compute)
+        of_job: Iterable[str] = (cost.spec for cost in job.costs.compute)
+        if TERMS in job.meta and isinstance(asked := job.meta.get("compressor"), str):
+            of_job = asked.split("; ")  # its costs are also of what was forced, and of what residuals are packed with
         specs += tuple(check_compressor(text, f"{where} {text}", ExitStatus.FAILED) for text in of_job)
     return tuple(dict.fromkeys(specs))
 

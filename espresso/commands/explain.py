@@ -45,18 +45,17 @@ def explain(
     )
     if loaded.bucket_cap_mb is not None:
         console.print(f"DDP's buckets are to hold up to {loaded.bucket_cap_mb:g} MB")
-    for spec in dict.fromkeys(loaded.choices[tensor.name].compressor for tensor in compressed(loaded)):
-        compressor = create(spec)
-        traits = compressor.traits
-        if compressor.correction:  # is defined with a gain of 1
-            continue
+    specs = dict.fromkeys(loaded.choices[tensor.name].compressor for tensor in compressed(loaded))
+    corrected = any(create(spec).correction for spec in specs)  # is defined with a gain of 1, for all of them
+    for spec in () if corrected else specs:
+        traits = create(spec).traits
         gain, usual = traits.gain_at(loaded.gain_scale), traits.feedback_gain
         if gain != usual:
             console.print(f"the feedback gain of {spec} is {gain / usual:g} times the usual, by the job's optimizer")
     for key, value in loaded.notes.items():
         if isinstance(value, dict):
             continue  # the terms it was searched under are for programs
-        shown = f"{value:.1f}" if isinstance(value, float) else value
+        shown = f"{value:.{1 if value >= 10 else 3}f}" if isinstance(value, float) else value
         console.print(f"{key}: {shown}", markup=False)
     for number, group in enumerate(groups, start=1):
         console.print()

@@ -116,7 +116,7 @@ def search(
 ) -> None:
     """Search the strategy with the shortest predicted iteration, or nearly (see --all-kinds), and say what it chose."""
     from espresso.compressors.schedule import check_choices
-    from espresso.strategies import Strategy
+    from espresso.strategies import NONE, Strategy
 
     check_output(output)
     check_output(plot, *IMAGE_FORMATS)
@@ -139,7 +139,7 @@ def search(
     begun = None if old is None else Strategy.load(old)
     if begun is not None:
         check_choices(begun)
-    terms, is_automatic = _terms(loaded, begun, automatic, given, limits)
+    terms, is_automatic = _terms(loaded, specs, begun, automatic, given, limits)
     for warning in terms.constraints.idle([tensor.name for tensor in loaded.tensors], loaded.cluster):
         say(warning)
     points: list[FrontierPoint] = []
@@ -148,8 +148,13 @@ def search(
         from espresso.search.error_budget import Sensitivity
         from espresso.search.search import replan
         from espresso.search.search import search as find
+        from espresso.search.space import assumed, sensitivity_of
 
-        owed = None if sensitivity is None else Sensitivity.load(sensitivity)
+        read = None if sensitivity is None else Sensitivity.load(sensitivity)
+        forced = (spec for spec in terms.constraints.forced() if spec != NONE)
+        owed = sensitivity_of(loaded, read)
+        if owed is None and not is_automatic:
+            owed = assumed(loaded, (*specs, *forced))  # so that it says what is owed where nothing asks for it
         if begun is not None:
             result = replan(loaded, begun, compressor=specs, terms=terms, sensitivity=owed)
         else:
@@ -188,20 +193,26 @@ def _forced(text: str) -> tuple[str, str]:
 
 
 def _terms(
-    job: "Job", begun: "Strategy | None", automatic: bool | None, given: dict[str, Any], limits: dict[str, Any]
+    job: "Job",
+    specs: "tuple[CompressorSpec, ...]",
+    begun: "Strategy | None",
+    automatic: bool | None,
+    given: dict[str, Any],
+    limits: dict[str, Any],
 ) -> "tuple[Terms, bool]":
     """What the search keeps to: the old strategy's terms, a live run's, automatic mode's, or few kinds alone; then what
     was asked. And whether it is as automatic mode does it.
     """
-    from espresso.search.terms import AUTOMATIC, Terms
+    from espresso.model.job import TERMS
+    from espresso.search.terms import Terms
 
-    live = Terms.of(job.meta)
-    terms, is_automatic = Terms(all_kinds=False), False
     if automatic is None and begun is not None:
         terms = Terms.of(begun.notes) or Terms()
         is_automatic = terms.races
-    elif automatic or (automatic is None and live is not None):
-        terms, is_automatic = live or AUTOMATIC, True
+    else:
+        is_automatic = TERMS in job.meta if automatic is None else automatic
+        usual = Terms.usual(job, specs, automatic=is_automatic)
+        terms = Terms(all_kinds=False) if automatic is False else usual
     asked = {name: value for name, value in limits.items() if value is not None}
     said = {name: value for name, value in given.items() if value is not None}
     with usage_errors():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +15,18 @@ class Moved(NamedTuple):
     """What measuring again found, against when it was measured last.
 
     Attributes:
-        link: so many times what they took links take, where that has risen most.
+        link: so many times what they took links take, where that has changed most.
         most: how far what has moved most of links, compute and encoders has, as a logarithm.
     """
 
     link: float
     most: float
+
+    @classmethod
+    def of_all(cls, moves: Iterable[tuple[float, float]]) -> Moved:
+        """Of several links, or shards: what has moved most."""
+        links, most = zip(*moves, strict=True)
+        return cls(max(links, key=lambda ratio: abs(math.log(ratio))), max(most))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ from espresso.compressors import create
 from espresso.compressors.base import Traits
 from espresso.cpu_offload.sketches import sketch
 from espresso.search.error_budget import rings
-from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
+from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, TensorSpec
+from espresso.strategies.flow import Site
 
 Array = npt.NDArray[Any]
 
@@ -191,7 +192,7 @@ class Guard:
             _sketch(np.zeros(1, dtype), self._signs)
         self._next = 1
         self._turn, self._apart = 0, EVERY
-        self._weight = _weight(groups.rank, groups.num_ranks)
+        self._weigh = _weights(groups.rank, groups.cluster)
         self._check: _Check | None = None
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
@@ -284,7 +285,7 @@ class Guard:
         if check is None or not record.finite:
             return False
         rows = np.zeros((len(check.where), _WIDTH))
-        kept = self._store.kept(check.where, self._side.fetched)
+        kept = self._store.kept(check.where, self._side.fetched, self._weigh)
         for row, name in zip(rows, check.where, strict=True):
             if name not in check.buffers:
                 row[:] = math.nan
@@ -292,9 +293,9 @@ class Guard:
             buffer, at = check.buffers[name]
             numbers = check.averages[name] if name in check.averages else buffer.index_select(0, at)
             average = _sketch(_host(numbers), check.signs)[:-1] / check.scale * self._groups.num_ranks
-            given, after = _sketch(self._given(check, name), check.signs), _sketch(kept[name], check.signs)
+            given, after = _sketch(self._given(check, name), check.signs), _sketch(kept[name][0], check.signs)
             row[: 4 * SIZE] = np.concatenate((given[:-1], check.kept[name], after[:-1], average))
-            row[4 * SIZE : -3] = self._weight * _sketch(kept[name], check.signs, OWN_SIZE)[:-1]
+            row[4 * SIZE : -3] = _sketch(kept[name][1], check.signs, OWN_SIZE)[:-1]
             row[-3:] = _square(average), given[-1], after[-1]
         types = [check.given[name].dtype if name in check.given else torch.float32 for name in check.where]
         check.eps = np.array([torch.finfo(dtype).eps for dtype in types])
@@ -341,7 +342,8 @@ class Guard:
                     counted_as = choice, check.gain_scale
                     if name not in self._owed or self._owed[name][0] != counted_as:
                         self._owed[name] = counted_as, deque(maxlen=OWED_CHECKS)
-                    felt = rings(choice.compressor, self._store.gain, check.gain_scale)
+                    corrected = self._velocities is not None
+                    felt = rings(choice.compressor, self._store.gain, check.gain_scale, corrected=corrected)
                     self._owed[name][1].append((felt**2 * owes * square, square))
             kept = owes * square if _sums_inside(choice) else figures[4]
             of_group.setdefault(self._group_of[name], []).append((*figures[:4], kept))
@@ -474,9 +476,19 @@ def _sums_inside(choice: Choice) -> bool:
     return _traits(choice.compressor).rounds > 1
 
 
-def _weight(rank: int, num_ranks: int) -> float:
-    """All ranks' add up to 0, and their squares to the number of ranks."""
-    return math.cos(2 * math.pi * rank / num_ranks) * (math.sqrt(2) if num_ranks > 2 else 1.0)
+def _weights(rank: int, cluster: Cluster) -> Callable[[Site], float]:
+    """By site, what a rank's residual counts: of all that keep some of an element these add up to 0, and their squares
+    to how many they are. Those are all ranks, one of each node, or one alone, which counts as it is.
+    """
+
+    def weight(index: int, number: int) -> float:
+        return math.cos(2 * math.pi * index / number) * (math.sqrt(2) if number > 2 else 1.0)
+
+    found = {
+        Site.LOCAL: weight(rank, cluster.num_ranks),
+        Site.INTER_FIRST: weight(rank // cluster.ranks_per_node, cluster.num_nodes),
+    }
+    return lambda site: found.get(site, 1.0)
 
 
 def _owed(row: Array, choice: Choice) -> float:

@@ -185,8 +185,9 @@ class Observer:
             self._clock.begin()
 
     def _observe(self, record: Record, previous_ns: int) -> Observation:
-        clock = self._clock
-        ready = {} if clock is None else dict(clock.ready_ns)
+        clock, held = self._clock, {slot.tensor for bucket in record.buckets for slot in bucket.slots}
+        # FSDP's passes that exchange nothing stamp gradients too, of modules that the last one may not use.
+        ready = {} if clock is None else {name: at for name, at in clock.ready_ns.items() if name in held}
         for bucket, at in zip(record.buckets, record.ready_ns, strict=True):
             for slot in bucket.slots:
                 ready.setdefault(slot.tensor, at)

@@ -101,7 +101,7 @@ class OnlineSearch:
         self._bearing = bearing
         self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._asked, self.gain = config.terms, config.feedback_gain
+        self._asked, self._gain = config.terms, config.feedback_gain
         self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
         self.is_measured = False
@@ -111,12 +111,14 @@ class OnlineSearch:
         self.why_none = ""
         self._seen: list[list[Observation]] = []
         self._revised: Remeasured | None = None
+        self._first_forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self._measured: set[tuple[CompressorSpec, str]] = set()
         self._forecast_scale: float | None = None
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None, scale=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
         self.gain_scale: Callable[[], float] = lambda: 1.0
+        self.corrects_momentum = False
 
     @property
     def _terms(self) -> Terms:
@@ -351,17 +353,20 @@ class OnlineSearch:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
         wanted, scale = self._wanted(), self.gain_scale()
         if scale != self._forecast_scale:  # what comes back sooner owes less
-            self._forecast, self._measured, self._forecast_scale = {}, set(), scale
-        fresh = [spec for spec in wanted if spec not in self._forecast]
+            self._first_forecast, self._forecast, self._measured, self._forecast_scale = {}, {}, set(), scale
+        fresh = [spec for spec in wanted if spec not in self._first_forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
+            how: dict[str, Any] = {"gain": self._gain, "scale": scale, "corrected": self.corrects_momentum}
             found: dict[CompressorSpec, Mapping[str, float]] = {}
             if samples:
-                found |= measure_sensitivity(samples, fresh, gain=self.gain, scale=scale).owed
+                found |= measure_sensitivity(samples, fresh, **how).owed
             if len(samples) < len(self._tensors):  # was never finite, or had no gradient yet
-                normal = normal_sensitivity(fresh, gain=self.gain, scale=scale).owed
+                normal = normal_sensitivity(fresh, **how).owed
                 found = {spec: {**rows, **found.get(spec, {})} for spec, rows in normal.items()}
-            self._forecast |= found
+            # What is measured corrects all that were forecast before it: so it begins again where one comes later.
+            self._first_forecast |= found
+            self._forecast, self._measured = dict(self._first_forecast), set()
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         measured = self.measured_owed(scale=scale)
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)
@@ -402,7 +407,7 @@ class OnlineSearch:
             self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f to %.1f ms, which owes %s and keeps"
-            " %.1f MB",
+            " %.1f MB; %d kinds of choices left out for %.1f ms",
             len(job.tensors),
             result.search_ms,
             result.uncompressed_us / 1e3,
@@ -410,6 +415,8 @@ class OnlineSearch:
             result.late_us / 1e3,
             "nobody knows what" if result.error is None else f"{result.error:.2g} gradients",
             result.residual_bytes / MB,
+            result.kinds_left_out,
+            result.fewer_kinds_cost_us / 1e3,
         )
         return candidates, result.uncompressed_us
 

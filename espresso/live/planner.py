@@ -128,7 +128,7 @@ class AutoPlanner:
         self.verdict: Verdict | None = None
         self.watch = Watch(groups) if adapt and not profile_only else None
         self._patience, self._soundings = Patience(), Soundings()
-        self._exact = Exact()
+        self._exact, self._why_none = Exact(), ""
         self.probed_us = 0.0
 
     @property
@@ -333,8 +333,7 @@ class AutoPlanner:
             self._decide(step, "plain", "profile only: the job was measured, nothing is compressed")
             return
         if not candidates:
-            why = self._search.why_none or "no strategy is predicted to be faster than plain allreduce"
-            self._decide(step, "plain", why)
+            self._decide(step, "plain", self._why_none)
             return
         self._candidates = candidates
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
@@ -380,8 +379,8 @@ class AutoPlanner:
 
     def _found(self) -> list[Candidate]:
         """What the search finds, less what has to stay exact."""
-        found = []
-        for candidate in self._search(self._observed):
+        found, searched = [], self._search(self._observed)
+        for candidate in searched:
             asked = replace(candidate.strategy, bucket_cap_mb=self._cap_mb)  # whoever goes on with it needs them too
             strategy = self._exact.of(asked)
             if strategy is asked:
@@ -389,6 +388,10 @@ class AutoPlanner:
             elif _compresses(strategy):  # what was taken out of it changes its tasks
                 order = plan(strategy, candidate.buckets, host_copies=self._groups.host_copies).order
                 found.append(replace(candidate, strategy=strategy, order=order))
+        if not found:
+            none = "no strategy is predicted to be faster than plain allreduce"
+            out = "tensors whose averages were out of their band stay exact, and nothing else would be compressed"
+            self._why_none = self._search.why_none or (out if searched else none)
         return found
 
     # -- racing ----------------------------------------------------------------------------------
@@ -523,7 +526,7 @@ class AutoPlanner:
             # What owes too much says nothing of links.
             running = self._winner.strategy
             moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(asked, running)
-            moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
+            moved = Moved.of_all(self._groups.everywhere(tuple(moved)))
             change = change.with_link(moved.link)
             turn = Turn(change, step, began_ns, is_second)
             nothing = moved.most < TELLING and not change.is_over_budget

@@ -110,15 +110,16 @@ class Remeasured:
             (self._scale, self._codec, self._batch), self.moved = were, Moved(1.0, 0.0)
             return given
         others = [now / was for now, was in zip((self._scale, self._codec), were[:2], strict=True)]
-        most = max(abs(math.log(ratio)) for ratio in (*of_links, *others))
-        self.moved = Moved(max(of_links, default=1.0), most)
+        unmoved = [(1.0, abs(math.log(ratio))) for ratio in others]
+        self.moved = Moved.of_all([(ratio, abs(math.log(ratio))) for ratio in of_links] + unmoved)
         links = with_probes(self._first.costs.links, probes, groups.cluster)
         gather_us = _gather_us(links)
         if gather_us > SLOWER * self._burst_at_us:
             self._burst_bytes, self._burst_at_us = measure_burst(groups, links, place, (REST_BYTES,)), gather_us
         links = replace(links, burst_bytes=self._burst_bytes)
         if self._taken and SLOWER * gather_us < _gather_us(self._taken_with):
-            self._taken, self._taken_with = cores_taken(groups, links.curves), links
+            before = taken_now(self._taken, self._taken_with, links)  # pushes and pulls are not measured again
+            self._taken, self._taken_with = before | cores_taken(groups, links.curves), links
         taken = taken_now(self._taken, self._taken_with, links)
         contention = replace(job.costs.contention, comm_cpu=taken)
         return replace(job, costs=replace(job.costs, links=links, contention=contention))

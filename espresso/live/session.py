@@ -308,7 +308,7 @@ class Session:
         search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
         search.gain_scale = lambda: self._guard.gain_scale
-        search.gain = self.store.gain  # of residuals, as all of the job's
+        search.corrects_momentum = self.velocities is not None
         return search
 
     def _measured_owed(
@@ -539,6 +539,7 @@ class Session:
             owing: the tensors of which some rank keeps something; equal on all ranks.
         """
         self.executor.restart(step, owing)
+        self._flush = Flush(speaks=self.groups.speaks)  # what was to be sent is not what was loaded
         self.decider.restart()
         if self.guard is not None:
             self.guard.restart(step)

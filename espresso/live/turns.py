@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from espresso.compressors import create
 from espresso.live.candidates import Candidate
 from espresso.live.change import Change
 from espresso.live.patience import Patience
@@ -125,5 +126,8 @@ def times_of(race: Race) -> str:
 
 
 def alike(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies exchange the same."""
-    return one.choices == other.choices and one.partition_bytes == other.partition_bytes
+    """Whether two strategies exchange the same, and what they keep comes back at the same rate."""
+    if (one.choices, one.partition_bytes) != (other.choices, other.partition_bytes):
+        return False
+    traits = (create(spec).traits for spec in one.compressors)
+    return all(each.gain_at(one.gain_scale) == each.gain_at(other.gain_scale) for each in traits)

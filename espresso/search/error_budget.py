@@ -58,7 +58,7 @@ RUNS = 8
 _NORMAL = (128, 128)
 
 
-def rings(spec: CompressorSpec, gain: float | None = None, scale: float = 1.0) -> float:
+def rings(spec: CompressorSpec, gain: float | None = None, scale: float = 1.0, *, corrected: bool = False) -> float:
     """What is owed counts so much: more where it comes back at once, and less where beside an optimizer it comes back
     over more steps than usual, in proportion.
 
@@ -68,10 +68,11 @@ def rings(spec: CompressorSpec, gain: float | None = None, scale: float = 1.0) -
     Args:
         gain: that is given.
         scale: of compressors' own.
+        corrected: whether the job corrects momentum: then it does for all of its compressors.
     """
     compressor = create_compressor(spec)
     traits = compressor.traits
-    if not traits.error_feedback or compressor.correction:
+    if not traits.error_feedback or corrected or compressor.correction:
         return 1.0
     if gain is not None:
         return max(RINGING * gain, 1.0)
@@ -242,6 +243,7 @@ def measure_sensitivity(
     *,
     gain: float | None = None,
     scale: float = 1.0,
+    corrected: bool = False,
 ) -> Sensitivity:
     """Play error feedback on gradients like those sampled, and see what is owed at the end.
 
@@ -251,23 +253,24 @@ def measure_sensitivity(
     Args:
         gain: of the feedback; None takes each compressor's own.
         scale: of compressors' own, beside the job's optimizer.
+        corrected: see :func:`rings`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         made = _Gradients(samples, STEPS)
         found = {
-            spec: dict(zip(made.names, _owed(made, spec, gain, scale).tolist(), strict=True))
+            spec: dict(zip(made.names, _owed(made, spec, gain, scale, corrected).tolist(), strict=True))
             for spec in dict.fromkeys(specs)
         }
     return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
 
 def normal_sensitivity(
-    specs: Iterable[CompressorSpec], *, gain: float | None = None, scale: float = 1.0
+    specs: Iterable[CompressorSpec], *, gain: float | None = None, scale: float = 1.0, corrected: bool = False
 ) -> Sensitivity:
     """What compressors owe of independent normal numbers: where nothing better was measured."""
     values = np.random.default_rng(0).standard_normal((SAMPLED_STEPS, *_NORMAL)).astype(np.float32)
     sample = Sample(TensorSpec(EVERY, _NORMAL), values.reshape(SAMPLED_STEPS, -1))
-    return measure_sensitivity([sample], specs, gain=gain, scale=scale)
+    return measure_sensitivity([sample], specs, gain=gain, scale=scale, corrected=corrected)
 
 
 class _Gradients:
@@ -313,14 +316,14 @@ def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
     return scatter
 
 
-def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, scale: float) -> Reals:
+def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, scale: float, corrected: bool) -> Reals:
     """float64[tensors]: the median over the last quarter of the steps."""
     compressor = create_compressor(spec)
     traits = compressor.traits
-    used = 1.0 if compressor.correction else (traits.gain_at(scale) if gain is None else gain)
+    used = 1.0 if corrected or compressor.correction else (traits.gain_at(scale) if gain is None else gain)
     play = _LowRank(made, compressor) if traits.rounds > 1 else _Coded(made, spec, used)
     steps = made.steps if traits.error_feedback else ONE_STEP
-    felt, rows = rings(spec, gain, scale), []
+    felt, rows = rings(spec, gain, scale, corrected=corrected), []
     for step in range(steps):
         gradient = made.step(step)
         left = play.left(gradient, step)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
-from espresso.search.error_budget import Sensitivity, normal_sensitivity
+from espresso.search.error_budget import Sensitivity
 from espresso.search.result import SearchResult
 from espresso.search.search import BudgetError, search
-from espresso.search.space import sensitivity_of
+from espresso.search.space import assumed, sensitivity_of
 from espresso.search.terms import MB, Terms
 from espresso.strategies import NONE, CompressorSpec
 
@@ -56,7 +56,7 @@ def frontier(
     """
     given = replace(terms or Terms(), error_budget=None, residual_budget_mb=None)
     forced = (spec for spec in given.constraints.forced() if spec != NONE)
-    known = sensitivity_of(job, sensitivity) or normal_sensitivity((*specs, *forced), scale=job.gain_scale)
+    known = sensitivity_of(job, sensitivity) or assumed(job, (*specs, *forced))
 
     def find(terms: Terms) -> SearchResult:
         return search(job, specs, sensitivity=known, partitions=given.partitions, terms=terms, payload=payload)

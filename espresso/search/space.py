@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from espresso.model.job import SENSITIVITY, Job, JobError
-from espresso.model.payload_sizes import PayloadBytes
+from espresso.model.payload_sizes import PayloadBytes, create_compressor
 from espresso.search.budgets import Ledger, narrower
 from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
-from espresso.search.error_budget import Sensitivity, normal_sensitivity
+from espresso.search.error_budget import EVERY, TOO_MUCH, Sensitivity, normal_sensitivity
 from espresso.search.terms import Terms
 from espresso.strategies import NONE, Choice, CompressorSpec
 from espresso.strategies.constraints import EXACT, FREE, Constraints, parse_forced
@@ -86,13 +86,33 @@ def sensitivity_of(job: Job, given: Sensitivity | None) -> Sensitivity | None:
     return given
 
 
-def _check_forced(job: Job, terms: Terms, known: Sequence[CompressorSpec], sensitivity: Sensitivity) -> None:
-    """Of what tensors are forced to the sensitivity has to say what it owes, where a budget is kept to."""
-    for tensor in job.tensors if terms.error_budget is not None else ():
+def assumed(job: Job, specs: Iterable[CompressorSpec]) -> Sensitivity:
+    """What compressors owe of normal numbers beside the job's optimizer, where nothing was measured."""
+    specs = tuple(specs)
+    corrected = any(create_compressor(spec).correction for spec in specs)
+    return normal_sensitivity(specs, scale=job.gain_scale, corrected=corrected)
+
+
+def _with_forced(
+    job: Job, terms: Terms, known: tuple[CompressorSpec, ...], sensitivity: Sensitivity
+) -> tuple[tuple[CompressorSpec, ...], Sensitivity]:
+    """With the compressors of which it is said only what they owe of the tensors that are forced to them.
+
+    Raises:
+        JobError: where a budget is kept to, not even that is said.
+    """
+    forced: dict[CompressorSpec, list[str]] = {}
+    for tensor in job.tensors:
         kind = terms.constraints.kind_of(tensor)
         spec = NONE if kind in (FREE, EXACT) else parse_forced(kind)[0]
         if spec != NONE and spec not in known:
-            sensitivity.of(spec, tensor.name)
+            forced.setdefault(spec, []).append(tensor.name)
+    rows = {}
+    for spec, names in forced.items():
+        if terms.error_budget is not None or sensitivity.knows(spec, names):
+            # (No other tensor is offered it.)
+            rows[spec] = {EVERY: TOO_MUCH, **{name: sensitivity.of(spec, name) for name in names}}
+    return (*known, *rows), Sensitivity({**sensitivity.owed, **rows})
 
 
 def space_of(
@@ -115,10 +135,10 @@ def space_of(
     sensitivity = sensitivity_of(job, sensitivity)
     asked = terms.error_budget is not None
     if sensitivity is None and asked:
-        sensitivity = normal_sensitivity(known, scale=job.gain_scale)
+        sensitivity = assumed(job, known)
     elif sensitivity is not None:
         known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec, names))
-        _check_forced(job, terms, known, sensitivity)
+        known, sensitivity = _with_forced(job, terms, known, sensitivity)
     ledger = Ledger(
         job.tensors, job.cluster, known, sensitivity, terms.budgets,
         storage=terms.residual_dtype, transactional=terms.transactional,

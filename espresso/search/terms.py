@@ -7,14 +7,14 @@ arrives at what that run took into its race. ``Terms()`` asks for nothing: the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from espresso.model.job import TERMS
+from espresso.model.job import TERMS, Job
 from espresso.model.links import JobError
 from espresso.search.budgets import Budgets
-from espresso.strategies import RESIDUAL_DTYPES
+from espresso.strategies import NONE, RESIDUAL_DTYPES, CompressorSpec
 from espresso.strategies.constraints import Constraints
 from espresso.strategies.fields import as_json, faults, number, read_as, whole
 
@@ -110,6 +110,25 @@ class Terms:
                 body = {"constraints": constraints, "races": True, "all_kinds": False, **body}
         with faults(JobError):
             return read_as(cls, body, f"meta.{TERMS}")
+
+    @classmethod
+    def usual(cls, job: Job, specs: Sequence[CompressorSpec], *, automatic: bool = False) -> Terms:
+        """What a search of these compressors keeps to where nobody says otherwise: as the live run that measured the
+        job, else few kinds, or automatic mode's terms.
+
+        Errors are bounded as where the compressors are registered: one that was named may owe any number, unless a
+        live run of it alone had a budget, of several as many as are harmless beside any optimizer.
+
+        Raises:
+            JobError: see :meth:`of`.
+        """
+        live, several = cls.of(job.meta), sum(spec != NONE for spec in specs) > 1
+        if live is None:
+            terms = AUTOMATIC if automatic else cls(all_kinds=False)
+            return replace(terms, error_budget=HARMLESS_ADAPTIVE if several else None)
+        if several or [job.meta.get("compressor")] == [str(spec) for spec in specs]:
+            return live
+        return replace(live, error_budget=None)
 
 
 AUTOMATIC = Terms(races=True, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))

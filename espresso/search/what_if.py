@@ -121,7 +121,7 @@ def predict(job: Job, specs: Sequence[CompressorSpec], change: Change, *, all_ki
         RangeError, JobError: see :func:`espresso.model.what_if.changed`.
     """
     other = changed(job, change)
-    terms = Terms.of(job.meta) or Terms(all_kinds=False)
+    terms = Terms.usual(job, specs)
     terms = replace(terms, all_kinds=terms.all_kinds or all_kinds)
     result = search(other, specs, partitions=terms.partitions, terms=terms)
     known = other.cluster.num_nodes > 1
