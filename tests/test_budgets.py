@@ -1074,9 +1074,9 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
     forecast = {signs: {"t0": 1.0}, other: {"t0": 4.0}}
     search = SimpleNamespace(
         _wanted=lambda: (),
-        _first_forecast={},
         _forecast=forecast,
-        _measured=set(),
+        _owed={},
+        _offered=[],
         _forecast_scale=1.0,
         gain_scale=lambda: 1.0,
     )
@@ -1085,14 +1085,14 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
         job = OnlineSearch._with_sensitivity(search, mixed_job(2))
         known = Sensitivity.from_json(job.meta[SENSITIVITY])
         assert [known.of(spec, "t0") for spec in (signs, other)] == [2.0, 8.0]
-    assert search._measured == {(signs, "t0")}
+    assert search._owed == {signs: {"t0": (choice, 2.0)}}
 
 
 def test_where_something_was_never_finite_normal_numbers_stand_in():
     """And what tensors were found to owe still counts."""
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _first_forecast={}, _forecast={}, _measured=set(), _forecast_scale=None, _gain=None,
+        _wanted=lambda: (signs,), _forecast={}, _owed={}, _offered=[], _forecast_scale=None, _gain=None,
         corrects_momentum=False,
         gain_scale=lambda: 4.0,
         _sampler=SimpleNamespace(samples=list),
@@ -1108,11 +1108,12 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     online.gain_scale = lambda: 0.25
     known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])
     assert known.of(signs, "t1") == normal_sensitivity([signs], scale=0.25).of(signs, "t1")
-    # A compressor that comes into force later is corrected by what was measured as well.
+    # A compressor that comes into force later is corrected by what was measured, also while nothing is.
     few = CompressorSpec.parse("dgc:ratio=0.01")
     online.gain_scale = lambda: 4.0
     for wanted in ((signs,), (signs, few)):
         online._wanted = lambda wanted=wanted: wanted
+        online.measured_owed = lambda scale, wanted=wanted: {"t1": (GATHER, 7.0)} if len(wanted) == 1 else {}
         known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])
     normal = normal_sensitivity([signs, few], scale=4.0)
     assert known.of(signs, "t1") == 7.0
@@ -1130,7 +1131,7 @@ def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
     assert [sample.tensor.name for sample in sampler.samples()] == ["used"]
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _first_forecast={}, _forecast={}, _measured=set(), _forecast_scale=None, _gain=None,
+        _wanted=lambda: (signs,), _forecast={}, _owed={}, _offered=[], _forecast_scale=None, _gain=None,
         corrects_momentum=False,
         gain_scale=lambda: 1.0,
         _sampler=sampler, measured_owed=lambda scale: {}, _tensors=dict.fromkeys(("used", "idle")),

@@ -464,6 +464,16 @@ def test_unknown_trace_and_cluster_list_what_there_is(tmp_path: Path) -> None:
     assert not (tmp_path / "j.json").exists()
 
 
+def test_fp16_everywhere_is_certified_where_nobody_says_what_it_owes(tmp_path: Path) -> None:
+    """And what is chosen owes something, of normal numbers."""
+    made = ("job", "lstm", "--nodes", "8", "--ranks-per-node", "1", "--cluster", "nvlink-100g", "-o", tmp_path / "job")
+    assert espresso(*made).exit_code == 0
+    found = printed(espresso("search", tmp_path / "job", "-c", "onebit", "-o", tmp_path / "strategy.json", "--json"))
+    assert found["lower_bound_us"] > 0
+    assert found["error"] > 0
+    assert Strategy.load(tmp_path / "strategy.json").notes["gradients_owed"] == found["error"]
+
+
 def test_all_of_a_live_run_are_those_that_it_had(tmp_path: Path) -> None:
     """Its job has costs of what was forced, and of what residuals are packed with, too."""
     from espresso.search.terms import AUTOMATIC
@@ -474,7 +484,9 @@ def test_all_of_a_live_run_are_those_that_it_had(tmp_path: Path) -> None:
     found = printed(espresso("search", path, "-c", "auto", "--json"))
     assert set(found["compressors"]) == {"efsignsgd", "bf16", "dgc:ratio=0.01"}
     assert (found["error_budget"], found["error"] <= 2.5) == (2.5, True)
-    replace(job, meta={"compressor": "efsignsgd", **AUTOMATIC.to_meta()}).save(path)
+    # (A stage of a warm-up that is over, and PowerSGD where nothing can be factored, have no costs.)
+    offered = "efsignsgd; powersgd:rank=8; dgc:ratio=0.25"
+    replace(job, meta={"compressor": offered, **AUTOMATIC.to_meta()}).save(path)
     found = printed(espresso("search", path, "-c", "auto", "--json"))
     assert (found["compressors"], found["error_budget"]) == (["efsignsgd"], None)
 

@@ -559,8 +559,11 @@ def test_a_compressor_that_the_live_run_did_not_name_may_owe_any_number(tmp_path
     assert Terms.usual(job, [signs]) == Terms(all_kinds=False)
     assert Terms.usual(job, several) == Terms(HARMLESS_ADAPTIVE, all_kinds=False)
     assert Terms.usual(job, several, automatic=True) == replace(AUTOMATIC, error_budget=HARMLESS_ADAPTIVE)
-    for of_run, specs, budget in ((both, [signs], None), ("efsignsgd", [signs], 4.0), (both, several, 4.0)):
-        live = replace(job, meta={"compressor": of_run, **asked.to_meta()})
+    for of_run, specs, theirs, budget in (
+        (both, [signs], 4.0, None), ("efsignsgd", [signs], 4.0, 4.0), (both, several, 4.0, 4.0),
+        ("efsignsgd", several, None, HARMLESS_ADAPTIVE),
+    ):  # fmt: skip
+        live = replace(job, meta={"compressor": of_run, **replace(asked, error_budget=theirs).to_meta()})
         assert Terms.usual(live, specs) == replace(asked, error_budget=budget)
 
 

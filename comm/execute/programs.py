@@ -85,7 +85,7 @@ class Programs:
         self._numels: dict[str, int] = {}
 
     def forget(self) -> None:
-        """What is kept was loaded: whatever runs next takes it over."""
+        """Let go of what was compiled and of the buckets that it holds: what runs next takes over what is kept."""
         self._of_plan = None
         self._of_bucket.clear()
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib.util import find_spec
@@ -239,14 +239,14 @@ def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ..
     Raises:
         UserError: as there.
     """
-    from espresso.model.job import TERMS
+    from espresso.model.job import OFFERED
 
     specs = parse_compressors(texts)
     if AUTO in texts:
         where = f"--compressor {AUTO}: the job has costs for"
-        of_job: Iterable[str] = (cost.spec for cost in job.costs.compute)
-        if TERMS in job.meta and isinstance(asked := job.meta.get("compressor"), str):
-            of_job = asked.split("; ")  # its costs are also of what was forced, and of what residuals are packed with
+        of_job = [cost.spec for cost in job.costs.compute]
+        if isinstance(offered := job.meta.get(OFFERED), str):  # there are costs of what was forced, too, and of packing
+            of_job = [spec for spec in of_job if spec in offered.split("; ")]
         specs += tuple(check_compressor(text, f"{where} {text}", ExitStatus.FAILED) for text in of_job)
     return tuple(dict.fromkeys(specs))
 

@@ -43,7 +43,12 @@ def search(
     ] = None,
     error_budget: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Gradients that a strategy may owe (docs/how_it_decides.md).", show_default=False),
+        typer.Option(
+            min=0.0,
+            help="Gradients that a strategy may owe (docs/how_it_decides.md). By default as the live run that measured"
+            " the job, else 2.5 of several compressors.",
+            show_default=False,
+        ),
     ] = None,
     residual_budget_mb: Annotated[
         float | None,
@@ -101,7 +106,7 @@ def search(
         bool | None,
         typer.Option(
             help="As automatic mode: small vectors stay exact. By default where the job was measured on a live run;"
-            " with --from, where the old strategy was.",
+            " with --from, where the old strategy was. With neither its terms nor a budget: --no-automatic.",
             show_default=False,
         ),
     ] = None,
@@ -116,7 +121,7 @@ def search(
 ) -> None:
     """Search the strategy with the shortest predicted iteration, or nearly (see --all-kinds), and say what it chose."""
     from espresso.compressors.schedule import check_choices
-    from espresso.strategies import NONE, Strategy
+    from espresso.strategies import Strategy
 
     check_output(output)
     check_output(plot, *IMAGE_FORMATS)
@@ -146,15 +151,12 @@ def search(
     # Loading compiles on the first call of all; the line that says so must be up by then.
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)", searches=True) as progress:
         from espresso.search.error_budget import Sensitivity
+        from espresso.search.finish import with_assumed_error
         from espresso.search.search import replan
         from espresso.search.search import search as find
-        from espresso.search.space import assumed, sensitivity_of
+        from espresso.search.space import sensitivity_of
 
-        read = None if sensitivity is None else Sensitivity.load(sensitivity)
-        forced = (spec for spec in terms.constraints.forced() if spec != NONE)
-        owed = sensitivity_of(loaded, read)
-        if owed is None and not is_automatic:
-            owed = assumed(loaded, (*specs, *forced))  # so that it says what is owed where nothing asks for it
+        owed = None if sensitivity is None else Sensitivity.load(sensitivity)
         if begun is not None:
             result = replan(loaded, begun, compressor=specs, terms=terms, sensitivity=owed)
         else:
@@ -163,6 +165,8 @@ def search(
                 loaded, specs, progress=progress.update, bucket_caps=None if sized else (), terms=terms,
                 sensitivity=owed, partitions=terms.partitions,
             )  # fmt: skip
+        if result.error is None and sensitivity_of(loaded, owed) is None:
+            result = with_assumed_error(loaded, result)
         if frontier is not None:
             from espresso.search.frontier import frontier as sweep
 
@@ -211,8 +215,8 @@ def _terms(
         is_automatic = terms.races
     else:
         is_automatic = TERMS in job.meta if automatic is None else automatic
-        usual = Terms.usual(job, specs, automatic=is_automatic)
-        terms = Terms(all_kinds=False) if automatic is False else usual
+        plain = Terms(all_kinds=False)
+        terms = plain if automatic is False else Terms.usual(job, specs, automatic=is_automatic)
     asked = {name: value for name, value in limits.items() if value is not None}
     said = {name: value for name, value in given.items() if value is not None}
     with usage_errors():

@@ -53,8 +53,7 @@ from espresso.compressors import create
 from espresso.compressors.base import Traits
 from espresso.cpu_offload.sketches import sketch
 from espresso.search.error_budget import rings
-from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, TensorSpec
-from espresso.strategies.flow import Site
+from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, Site, TensorSpec
 
 Array = npt.NDArray[Any]
 

@@ -39,7 +39,7 @@ from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
-from espresso.model.job import GAIN_SCALE, SENSITIVITY, Job, JobError
+from espresso.model.job import GAIN_SCALE, OFFERED, SENSITIVITY, Job, JobError
 from espresso.model.timeline import first_come
 from espresso.search.error_budget import Sensitivity, measure_sensitivity, normal_sensitivity, owed_by
 from espresso.search.settle import racers
@@ -82,7 +82,7 @@ class OnlineSearch:
         measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out, and
             what was counted beside another gain scale.
         optimizer_adapts, gain_scale: of :class:`espresso.live.script.StepGuard`.
-        gain: of residuals; None leaves it to each compressor.
+        corrects_momentum: whether the job does, for all of its compressors.
     """
 
     def __init__(
@@ -111,9 +111,8 @@ class OnlineSearch:
         self.why_none = ""
         self._seen: list[list[Observation]] = []
         self._revised: Remeasured | None = None
-        self._first_forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
-        self._measured: set[tuple[CompressorSpec, str]] = set()
+        self._owed: dict[CompressorSpec, dict[str, tuple[Choice, float]]] = {}
         self._forecast_scale: float | None = None
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None, scale=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
@@ -351,10 +350,10 @@ class OnlineSearch:
 
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
-        wanted, scale = self._wanted(), self.gain_scale()
+        scale = self.gain_scale()
         if scale != self._forecast_scale:  # what comes back sooner owes less
-            self._first_forecast, self._forecast, self._measured, self._forecast_scale = {}, {}, set(), scale
-        fresh = [spec for spec in wanted if spec not in self._first_forecast]
+            self._forecast, self._owed, self._forecast_scale = {}, {}, scale
+        fresh = [spec for spec in self._wanted() if spec not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
             how: dict[str, Any] = {"gain": self._gain, "scale": scale, "corrected": self.corrects_momentum}
@@ -364,15 +363,17 @@ class OnlineSearch:
             if len(samples) < len(self._tensors):  # was never finite, or had no gradient yet
                 normal = normal_sensitivity(fresh, **how).owed
                 found = {spec: {**rows, **found.get(spec, {})} for spec, rows in normal.items()}
-            # What is measured corrects all that were forecast before it: so it begins again where one comes later.
-            self._first_forecast |= found
-            self._forecast, self._measured = dict(self._first_forecast), set()
+            self._forecast |= found
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
-        measured = self.measured_owed(scale=scale)
-        kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)
-        self._forecast = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
-        self._measured |= {(choice.compressor.kept_as(""), tensor) for tensor, (choice, _) in measured.items()}
-        return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json(), GAIN_SCALE: scale})
+        for tensor, (choice, owed) in self.measured_owed(scale=scale).items():
+            self._owed.setdefault(choice.compressor.kept_as(""), {})[tensor] = choice, owed
+        # Each compressor's figures in the order in which they came: they still count when another strategy runs.
+        known, seen = Sensitivity(self._forecast), set[tuple[CompressorSpec, str]]()
+        for spec, rows in self._owed.items():
+            known = known.kept_up(rows, seen)
+            seen |= {(spec, tensor) for tensor in rows}
+        offered = "; ".join(map(str, self._offered))
+        return replace(job, meta={**job.meta, OFFERED: offered, SENSITIVITY: known.to_json(), GAIN_SCALE: scale})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
@@ -397,7 +398,7 @@ class OnlineSearch:
             forward_us=max(seen.forward_us, 0.0),
             optimizer_us=max(seen.optimizer_us, 0.0),
             source="measured on the live job",
-            meta=machine_facts() | {"compressor": "; ".join(map(str, self.compressors))} | self._terms.to_meta(),
+            meta=machine_facts() | self._terms.to_meta(),
         )
 
     def decide(self, job: Job) -> tuple[list[Candidate], float]:

@@ -110,8 +110,8 @@ class Remeasured:
             (self._scale, self._codec, self._batch), self.moved = were, Moved(1.0, 0.0)
             return given
         others = [now / was for now, was in zip((self._scale, self._codec), were[:2], strict=True)]
-        unmoved = [(1.0, abs(math.log(ratio))) for ratio in others]
-        self.moved = Moved.of_all([(ratio, abs(math.log(ratio))) for ratio in of_links] + unmoved)
+        of_others = [(1.0, abs(math.log(ratio))) for ratio in others]
+        self.moved = Moved.of_all([(ratio, abs(math.log(ratio))) for ratio in of_links] + of_others)
         links = with_probes(self._first.costs.links, probes, groups.cluster)
         gather_us = _gather_us(links)
         if gather_us > SLOWER * self._burst_at_us:

@@ -307,7 +307,8 @@ class Session:
         search.follow(self.follower.in_force)
         search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
-        search.gain_scale = lambda: self._guard.gain_scale
+        if self.store.gain is None:  # else all residuals come back at that rate, beside any optimizer
+            search.gain_scale = lambda: self._guard.gain_scale
         search.corrects_momentum = self.velocities is not None
         return search
 

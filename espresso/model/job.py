@@ -56,10 +56,10 @@ class Host:
                     raise JobError(f"host {self.name!r}: {what} is a share of the slowest machine's time, at most 1")
 
 
-SENSITIVITY, GAIN_SCALE, TERMS = "sensitivity", "gain_scale", "automatic"
+SENSITIVITY, GAIN_SCALE, TERMS, OFFERED = "sensitivity", "gain_scale", "automatic", "compressor"
 """Of a job's meta: what compressors owe of its gradients, as it was measured; by how much their feedback gains are
 multiplied beside its optimizer, 1 where it is not there; what its search keeps to, as
-:class:`espresso.search.terms.Terms` writes it."""
+:class:`espresso.search.terms.Terms` writes it; the compressors that any tensor may take, separated by semicolons."""
 
 SHARES = ("compute", "compression", "link")
 

@@ -93,6 +93,7 @@ class Ledger:
 
     Args:
         sensitivity: what compressors owe; None: error is not known, and may not be bounded.
+        partly: compressors of which it may say only what they owe of some tensors.
         storage, transactional: how the job keeps residuals (:class:`espresso.live.config.Config`).
 
     Attributes:
@@ -110,6 +111,7 @@ class Ledger:
         sensitivity: Sensitivity | None,
         budgets: Budgets,
         *,
+        partly: Sequence[CompressorSpec] = (),
         storage: str = FULL,
         transactional: bool = True,
     ) -> None:
@@ -118,13 +120,14 @@ class Ledger:
         self.budgets, self._cluster, self._kept_as = budgets, cluster, (storage, transactional)
         self._numel = {tensor.name: tensor.numel for tensor in tensors}
         self._words = {tensor.name: tensor.numel * _words(tensor.dtype) for tensor in tensors}
-        self._known = {NONE, *map(_owes_as, specs)} if sensitivity is not None else set()
+        self._known = {NONE, *map(_owes_as, (*specs, *partly))} if sensitivity is not None else set()
         total = sum(self._numel.values()) or 1
         self._squares: dict[CompressorSpec, dict[str, float]] = {} if sensitivity is None else {
             _owes_as(spec): {
-                n: size / total * sensitivity.of(spec, n) ** 2 if size else 0.0 for n, size in self._numel.items()
+                n: size / total * sensitivity.of(spec, n) ** 2 if size else 0.0
+                for n, size in self._numel.items() if spec in specs or not size or sensitivity.knows(spec, (n,))
             }
-            for spec in specs
+            for spec in (*partly, *specs)
         }  # fmt: skip
         self._kinds: dict[Kind, int] = {_RAW: 0}
         self._of_choice: dict[int, tuple[Choice, int]] = {}
@@ -159,7 +162,7 @@ class Ledger:
         owner = np.repeat(np.arange(len(units)), [len(unit.tensors) for unit in units])
 
         def summed(values: Mapping[str, float]) -> Reals:
-            weights = np.array([values[name] for name in names], dtype=np.float64)
+            weights = np.array([values.get(name, UNKNOWN) for name in names], dtype=np.float64)
             return np.asarray(np.bincount(owner, weights, len(units)), dtype=np.float64)
 
         elements = {dtype: summed(self._elements(dtype)) for dtype in RESIDUAL_DTYPES}
@@ -183,7 +186,8 @@ class Ledger:
             return 0.0, 0.0
         squares = self._squares.get(_owes_as(spec))
         # Of what nobody gave a sensitivity for more than any budget.
-        owed = math.inf if squares is None else compressions * sum(squares[name] for name in tensors)
+        each = [math.inf] if squares is None else [squares.get(name, math.inf) for name in tensors]
+        owed = compressions * sum(each)
         elements = self._elements(spec.residual_dtype or self._kept_as[0])
         return owed, kept * bytes_kept(spec, *self._kept_as) * sum(elements[name] for name in tensors)
 
@@ -209,7 +213,8 @@ class Ledger:
 
     def error(self, choices: Mapping[str, Choice]) -> float | None:
         """Gradients that a strategy owes; None where that is not known."""
-        return math.sqrt(self.spent(choices)[0]) if self.knows(choices.values()) else None
+        owed = math.sqrt(self.spent(choices)[0])
+        return owed if math.isfinite(owed) else None
 
     def allows(self, choices: Mapping[str, Choice]) -> bool:
         """Whether a strategy keeps to the budgets."""

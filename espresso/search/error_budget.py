@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,11 @@ def normal_sensitivity(
     specs: Iterable[CompressorSpec], *, gain: float | None = None, scale: float = 1.0, corrected: bool = False
 ) -> Sensitivity:
     """What compressors owe of independent normal numbers: where nothing better was measured."""
+    return _of_normal(tuple(specs), gain, scale, corrected)
+
+
+@lru_cache(maxsize=64)
+def _of_normal(specs: tuple[CompressorSpec, ...], gain: float | None, scale: float, corrected: bool) -> Sensitivity:
     values = np.random.default_rng(0).standard_normal((SAMPLED_STEPS, *_NORMAL)).astype(np.float32)
     sample = Sample(TensorSpec(EVERY, _NORMAL), values.reshape(SAMPLED_STEPS, -1))
     return measure_sensitivity([sample], specs, gain=gain, scale=scale, corrected=corrected)

@@ -6,15 +6,15 @@ import math
 from dataclasses import replace
 
 from espresso.model.job import Job
-from espresso.search.budgets import residual_bytes
+from espresso.search.budgets import Budgets, Ledger, residual_bytes
 from espresso.search.candidates import units_for
 from espresso.search.evaluator import Evaluator
 from espresso.search.refine import certify_units
 from espresso.search.result import Ranked, SearchResult
 from espresso.search.settle import Settler, is_rider, kinds_of
-from espresso.search.space import Space
+from espresso.search.space import Space, assumed
 from espresso.search.terms import MAX_CANDIDATES, MB
-from espresso.strategies import PLAIN, Strategy
+from espresso.strategies import NONE, PLAIN, Strategy
 
 OWED, RESIDUAL_MB = "gradients_owed", "residual_mb"
 """Of a strategy's notes: what it is forecast to owe and to keep on a rank."""
@@ -77,6 +77,15 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
         kinds_left_out=kept[0].kinds_before - len(kinds_of(chosen.strategy)) if kept else 0,
         fewer_kinds_cost_us=chosen.predicted_us - kept[0].before_us if kept else 0.0,
     )
+
+
+def with_assumed_error(job: Job, result: SearchResult) -> SearchResult:
+    """A result with what its strategy owes of normal numbers, where nothing else is known of that."""
+    strategy = result.strategy
+    specs = [spec for spec in strategy.compressors if spec != NONE]
+    owed = Ledger(job.tensors, job.cluster, specs, assumed(job, specs), Budgets()).error(strategy.choices)
+    noted = replace(strategy, notes={**strategy.notes, OWED: owed})
+    return replace(result, error=owed, chosen=replace(result.chosen, strategy=noted))
 
 
 def _noted(space: Space, row: Ranked) -> Ranked:

@@ -67,7 +67,7 @@ def _mixtures(
     others = {name: choice for name, choice in start.items() if name not in sizes_of}
     left = space.terms.budgets.error**2 - ledger.spent(others)[0]
     allows = partial(space.may, kind=FREE) if space.terms.races else constraints.allows
-    usable = [choice for choice in uniform if ledger.knows([choice]) and allows(choice)]
+    usable = [choice for choice in uniform if allows(choice) and ledger.error(dict.fromkeys(names, choice)) is not None]
     owed = {choice: np.array([ledger.spent({name: choice})[0] for name in names]) for choice in usable}
     pairs: list[tuple[float, Choice, Choice, set[str]]] = []
     for coarse, fine in permutations(usable, 2):

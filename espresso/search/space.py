@@ -9,7 +9,7 @@ from espresso.model.job import SENSITIVITY, Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, create_compressor
 from espresso.search.budgets import Ledger, narrower
 from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
-from espresso.search.error_budget import EVERY, TOO_MUCH, Sensitivity, normal_sensitivity
+from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.terms import Terms
 from espresso.strategies import NONE, Choice, CompressorSpec
 from espresso.strategies.constraints import EXACT, FREE, Constraints, parse_forced
@@ -93,26 +93,24 @@ def assumed(job: Job, specs: Iterable[CompressorSpec]) -> Sensitivity:
     return normal_sensitivity(specs, scale=job.gain_scale, corrected=corrected)
 
 
-def _with_forced(
-    job: Job, terms: Terms, known: tuple[CompressorSpec, ...], sensitivity: Sensitivity
-) -> tuple[tuple[CompressorSpec, ...], Sensitivity]:
-    """With the compressors of which it is said only what they owe of the tensors that are forced to them.
+def _forced_apart(
+    job: Job, terms: Terms, known: Sequence[CompressorSpec], sensitivity: Sensitivity
+) -> tuple[CompressorSpec, ...]:
+    """Compressors of which it is said what they owe of some tensors, which may be all that are forced to them.
 
     Raises:
-        JobError: where a budget is kept to, not even that is said.
+        JobError: where a budget is kept to, it is not said of one of these.
     """
-    forced: dict[CompressorSpec, list[str]] = {}
+    found = []
     for tensor in job.tensors:
         kind = terms.constraints.kind_of(tensor)
         spec = NONE if kind in (FREE, EXACT) else parse_forced(kind)[0]
         if spec != NONE and spec not in known:
-            forced.setdefault(spec, []).append(tensor.name)
-    rows = {}
-    for spec, names in forced.items():
-        if terms.error_budget is not None or sensitivity.knows(spec, names):
-            # (No other tensor is offered it.)
-            rows[spec] = {EVERY: TOO_MUCH, **{name: sensitivity.of(spec, name) for name in names}}
-    return (*known, *rows), Sensitivity({**sensitivity.owed, **rows})
+            if terms.error_budget is not None:
+                sensitivity.of(spec, tensor.name)
+            if sensitivity.knows(spec):
+                found.append(spec)
+    return tuple(dict.fromkeys(found))
 
 
 def space_of(
@@ -134,13 +132,14 @@ def space_of(
     names = [tensor.name for tensor in job.tensors]
     sensitivity = sensitivity_of(job, sensitivity)
     asked = terms.error_budget is not None
+    partly: tuple[CompressorSpec, ...] = ()
     if sensitivity is None and asked:
         sensitivity = assumed(job, known)
     elif sensitivity is not None:
         known = tuple(spec for spec in known if (asked and spec in specs) or sensitivity.knows(spec, names))
-        known, sensitivity = _with_forced(job, terms, known, sensitivity)
+        partly = _forced_apart(job, terms, known, sensitivity)
     ledger = Ledger(
-        job.tensors, job.cluster, known, sensitivity, terms.budgets,
+        job.tensors, job.cluster, known, sensitivity, terms.budgets, partly=partly,
         storage=terms.residual_dtype, transactional=terms.transactional,
     )  # fmt: skip
     if terms.error_budget is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from espresso.model.job import TERMS, Job
+from espresso.model.job import OFFERED, TERMS, Job
 from espresso.model.links import JobError
 from espresso.search.budgets import Budgets
 from espresso.strategies import NONE, RESIDUAL_DTYPES, CompressorSpec
@@ -116,19 +116,20 @@ class Terms:
         """What a search of these compressors keeps to where nobody says otherwise: as the live run that measured the
         job, else few kinds, or automatic mode's terms.
 
-        Errors are bounded as where the compressors are registered: one that was named may owe any number, unless a
-        live run of it alone had a budget, of several as many as are harmless beside any optimizer.
+        Errors are bounded as where the compressors are registered: one that is named may owe any number, unless a live
+        run of it alone had a budget; several what the live run's might, else as much as is harmless beside any
+        optimizer.
 
         Raises:
             JobError: see :meth:`of`.
         """
         live, several = cls.of(job.meta), sum(spec != NONE for spec in specs) > 1
-        if live is None:
-            terms = AUTOMATIC if automatic else cls(all_kinds=False)
-            return replace(terms, error_budget=HARMLESS_ADAPTIVE if several else None)
-        if several or [job.meta.get("compressor")] == [str(spec) for spec in specs]:
-            return live
-        return replace(live, error_budget=None)
+        terms = live or (AUTOMATIC if automatic else cls(all_kinds=False))
+        if not several and job.meta.get(OFFERED) != "; ".join(map(str, specs)):
+            return replace(terms, error_budget=None)
+        if several and terms.error_budget is None:
+            return replace(terms, error_budget=HARMLESS_ADAPTIVE)
+        return terms
 
 
 AUTOMATIC = Terms(races=True, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
