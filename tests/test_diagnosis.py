@@ -74,6 +74,7 @@ class World:
     beside_ms: float = 0.0
     hook_ms: float = 0.0
     disturbed: int = 0
+    ranks_a_host: int = 1
 
     def stretch(self) -> Stretch:
         numel = round(self.bucket_mb * 250_000 / self.tensors_a_bucket)
@@ -100,7 +101,8 @@ class World:
             now = (slowed if number < self.disturbed else self)._step(number, now, stretch, steps, draw)
         return [
             Flight(
-                rank, len(self.ranks), f"host{rank}", Cluster(len(self.ranks), 1), (stretch,), tuple(mine),
+                rank, len(self.ranks), f"host{rank // self.ranks_a_host}",
+                Cluster(len(self.ranks) // self.ranks_a_host, self.ranks_a_host), (stretch,), tuple(mine),
                 ticks=self._ticks(rank), traffic=self.traffic(rank), facts=self._facts(rank),
             )
             for rank, mine in enumerate(steps)
@@ -299,6 +301,34 @@ def test_a_clean_run_is_clean(world: World) -> None:
     found = diagnose(world.flights())
     assert found.clean, str(found)
     assert "Nothing to mend" in str(found)
+
+
+def test_a_slow_host_is_named_where_none_of_its_ranks_is_always_the_last() -> None:
+    slow = Rank(forward=40, backward=80)
+    of_two = World((Rank(), Rank(), slow, slow), ranks_a_host=2)
+    (found,) = diagnose(of_two.flights()).findings
+    assert (found.kind, found.rank, found.host) == ("slow_worker", None, "host1")
+    assert found.gain_us == pytest.approx(60_000, rel=0.1)
+    assert "every rank on host1" in found.remedy
+    assert "slow worker on host host1" in str(diagnose(of_two.flights()))
+    for even in (World((Rank(),) * 4, ranks_a_host=2), World((Rank(),) * 6, ranks_a_host=3, noise=0.1)):
+        assert diagnose(even.flights()).clean
+    (found,) = diagnose(World((Rank(), Rank(), slow, Rank()), ranks_a_host=2).flights()).findings
+    assert (found.rank, found.host) == (2, "host1"), "one of its ranks"
+
+
+def test_of_a_ring_one_rank_of_a_host_says_how_fast_its_card_is() -> None:
+    """What the others have on the way off their host, round trips of the clock and barriers, is next to nothing."""
+    rates = (444.0, 444.0, 444.0, 444.0)
+
+    def ring(rank: int) -> tuple[Traffic, ...]:
+        first, last = sending(rates)(rank)
+        if rank == 2:  # the ring goes on inside of its host
+            last = last._replace(num_bytes=first.num_bytes + 2000, busy_us=first.busy_us + 4000.0)
+        return (first, last) if rank else ()
+
+    world = World((Rank(),) * 4, ms_a_mb=15, ranks_a_host=2, traffic=ring)
+    assert "thin_card" not in [finding.kind for finding in diagnose(world.flights()).findings]
 
 
 @pytest.mark.parametrize(

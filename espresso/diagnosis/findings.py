@@ -66,6 +66,12 @@ LACKED = 0.5
 COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
 """What a worker does on its own processor."""
 
+MUCH = 0.5
+"""Of what the rank of a host that sends most sends away."""
+
+Who = tuple[int, ...]
+"""Ranks by their place in the run: one, or all of a host."""
+
 CAPS_MB = (1, 5, 10, 25, 50, 100)
 BOUNDS = {"compute": COMPUTE, "input": ("input",), "network": ("prepare", "exposed")}
 """What a step can be bound by: the phases that it takes."""
@@ -157,74 +163,89 @@ class _Case:
 
     def slow_workers(self) -> Iterator[Finding]:
         """Who makes the others wait, and in what: no clock is needed for that."""
-        if len(self.run.flights) < 2:
-            return
-        for place in range(len(self.run.flights)):
-            often = self._often(place)
-            if often < OFTEN:
-                continue
-            excess = {phase: self._excess(place, phase) for phase in ("input", "forward", "backward", "optimizer")}
+        for who in self._late_ones():
+            often = self._often(who)
+            excess = {phase: self._excess(who, phase) for phase in ("input", "forward", "backward", "optimizer")}
             said = ", ".join(f"{phase} {us / 1e3:+.1f} ms" for phase, us in excess.items())
             detail = f"last in {often:.0%} of the steps or more; against the others: {said}"
-            for kind, phases in self._suspects(place):
-                costs = self._at_pace(place) if kind == "slow_worker" else self.costs
-                gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which), costs)  # type: ignore[misc]
+            for kind, phases in self._suspects(who):
+                costs = self._at_pace(who) if kind == "slow_worker" else self.costs
+                gain = self.gain(lambda turn, which=phases, who=who: _like_the_others(turn, who, which), costs)  # type: ignore[misc]
                 cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
                 if self.counts(gain):
-                    remedy = _REMEDIES[kind].format(rank=self.run.flights[place].name, host=self.run.hosts[place])
-                    yield self._finding(kind, place, cost, gain, often, remedy, detail)
+                    flight, host = self.run.flights[who[0]], self.run.hosts[who[0]]
+                    named = f"rank {flight.name} on {host}" if len(who) == 1 else f"every rank on {host}"
+                    found = self._finding(
+                        kind, who[0], cost, gain, often, _REMEDIES[kind].format(who=named), detail
+                    )  # fmt: skip
+                    yield found if len(who) == 1 else replace(found, rank=None)
 
-    def _often(self, place: int) -> float:
-        """In how many of the steps it is the last of all, in the part of the run where it is that least often."""
+    def _late_ones(self) -> list[Who]:
+        """The rank that the others wait for in most steps; or the host, where now one of its ranks is the last and now
+        another.
+        """
+        hosts = self.run.hosts
+        if len(hosts) < 2:
+            return []
+        ranks: list[Who] = [(place,) for place in range(len(hosts)) if self._often((place,)) >= OFTEN]
+        if ranks or len(self.hosts) in (1, len(hosts)):
+            return ranks
+        groups = [tuple(place for place, at in enumerate(hosts) if at == host) for host in self.hosts]
+        # Of two equal hosts each is in half of the steps, and of unequal ones that with more ranks more often.
+        return [who for who in groups if 1 - self._often(who) <= (1 - OFTEN) * min(2 * (1 - len(who) / len(hosts)), 1)]
+
+    def _often(self, who: Who) -> float:
+        """In how many of the steps one of them is the last of all, in the part of the run where that is least often."""
         ends = [len(self._last) * spell // SPELLS for spell in range(SPELLS + 1)]
-        shares = [[last == place for last in self._last[a:b]] for a, b in pairwise(ends) if b > a]
+        shares = [[last in who for last in self._last[a:b]] for a, b in pairwise(ends) if b > a]
         return min(sum(share) / len(share) for share in shares)
 
-    def _suspects(self, place: int) -> list[tuple[str, tuple[str, ...]]]:
+    def _suspects(self, who: Who) -> list[tuple[str, tuple[str, ...]]]:
         """Kinds of slowness, and the phases that each would mend."""
-        compute = self._slow_in(place)
+        compute = self._slow_in(who)
         late = ("input",)
-        gain = self.gain(lambda turn: _like_the_others(turn, place, late))
+        gain = self.gain(lambda turn: _like_the_others(turn, who, late))
         if compute == "slow_backward" and self.counts(gain):
             # Who comes late exchanges while it computes, and its backward pass shares the cores with that.
             return [("slow_input", (*late, "backward"))]
         return [("slow_input", late), (compute, COMPUTE)]
 
-    def _at_pace(self, place: int) -> Costs:
+    def _at_pace(self, who: Who) -> Costs:
         """A worker that computes slowly also carries out its part of the exchanges slowly."""
-        own = [sum(_phase(turn.parts[place], phase) for phase in COMPUTE) for turn in self.run.turns]
-        usual = [sum(_others(turn, place, phase) for phase in COMPUTE) for turn in self.run.turns]
+        own = [sum(_own(turn, who, phase) for phase in COMPUTE) for turn in self.run.turns]
+        usual = [sum(_others(turn, who, phase) for phase in COMPUTE) for turn in self.run.turns]
         pace = median(a / b for a, b in zip(own, usual, strict=True) if b > 0)
         return self.costs.at_pace(max(pace, 1.0), min(self._cards(), default=None))
 
-    def _slow_in(self, place: int) -> str:
+    def _slow_in(self, who: Who) -> str:
         """Whether a worker is slow in all it computes, or in one of the two passes."""
-        pace = {phase: median(self._paces(place, phase)) - 1 for phase in ("forward", "backward")}
+        pace = {phase: median(self._paces(who, phase)) - 1 for phase in ("forward", "backward")}
         if not any(part.forward for turn in self.run.turns for part in turn.parts):
             return "slow_worker"  # nobody saw its passes apart
-        if self._lacks_a_core(place):
+        if self._lacks_a_core(who):
             return "slow_worker"  # a quota comes where it will: it says nothing about the pass that it hits
         if pace["forward"] < ALIKE * pace["backward"]:
             return "slow_backward"
         return "slow_forward" if pace["backward"] < ALIKE * pace["forward"] else "slow_worker"
 
-    def _lacks_a_core(self, place: int) -> bool:
+    def _lacks_a_core(self, who: Who) -> bool:
         """Whether most of what it takes longer than the others it could have run, and others had its core."""
         waited = [[s.script.waited_us for s in f.steps if s.script.waited_us is not None] for f in self.run.flights]
         if not all(waited):
             return False
         each = [median(rank) for rank in waited]
-        longer = sum(self._excess(place, phase) for phase in COMPUTE)
-        return each[place] - median(us for at, us in enumerate(each) if at != place) > LACKED * longer > 0.0
+        longer = sum(self._excess(who, phase) for phase in COMPUTE)
+        mine, others = (median(us for at, us in enumerate(each) if (at in who) is ours) for ours in (True, False))
+        return mine - others > LACKED * longer > 0.0
 
-    def _paces(self, place: int, phase: str) -> list[float]:
+    def _paces(self, who: Who, phase: str) -> list[float]:
         """How many times as long as the others it takes, step by step."""
-        mine = [_phase(turn.parts[place], phase) for turn in self.run.turns]
-        others = [_others(turn, place, phase) for turn in self.run.turns]
+        mine = [_own(turn, who, phase) for turn in self.run.turns]
+        others = [_others(turn, who, phase) for turn in self.run.turns]
         return [a / b if b > 0 else 1.0 for a, b in zip(mine, others, strict=True)]
 
-    def _excess(self, place: int, phase: str) -> float:
-        return median(_phase(turn.parts[place], phase) - _others(turn, place, phase) for turn in self.run.turns)
+    def _excess(self, who: Who, phase: str) -> float:
+        return median(_own(turn, who, phase) - _others(turn, who, phase) for turn in self.run.turns)
 
     def slow_coders(self) -> Iterator[Finding]:
         """Whose compression takes longer than the others'."""
@@ -378,8 +399,7 @@ class _Case:
             [f for f, at in zip(self.run.flights, self.run.hosts, strict=True) if at == host] for host in self.hosts
         ]
         alone = [max(flight.fact("card_rate", 0.0) for flight in flights) for flights in each]
-        seen = [[rate for rate in map(_rate, flights) if rate is not None] for flights in each]
-        busy = [median(rates) for rates in seen if rates]
+        busy = [rate for rate in map(_rate_of, each) if rate is not None]
         if any(self.costs.latency_us) or not all(alone):
             return busy if len(busy) == len(each) else []
         others = sorted(busy)[1:] if apart else alone
@@ -428,13 +448,13 @@ _FSDP = {
 """How what sends gradients is told what a finding asks for."""
 
 _REMEDIES = {
-    "slow_input": "rank {rank} on {host} comes late to its forward pass: more DataLoader workers, pin_memory, prefetch,"
+    "slow_input": "{who} comes late to its forward pass: more DataLoader workers, pin_memory, prefetch,"
     " a faster disk, less augmentation there; or it does between steps what the others do not (logging, checkpoints)",
-    "slow_forward": "look at what rank {rank} on {host} does in forward that the others do not: longer sequences,"
+    "slow_forward": "look at what {who} does in forward that the others do not: longer sequences,"
     " host-side work, a slower device",
-    "slow_backward": "look at what rank {rank} on {host} does in backward that the others do not: a slower device,"
+    "slow_backward": "look at what {who} does in backward that the others do not: a slower device,"
     " other memory, hooks on its gradients",
-    "slow_worker": "rank {rank} on {host} computes more slowly in everything: look for other processes, a CPU quota,"
+    "slow_worker": "{who} computes more slowly in everything: look for other processes, a CPU quota,"
     " throttling, OMP_NUM_THREADS; or give it a smaller share of the batch",
 }
 
@@ -443,26 +463,44 @@ def _phase(part: Part, phase: str) -> float:
     return float(getattr(part, phase))
 
 
-def _others(turn: Turn, place: int, phase: str) -> float:
-    return median(_phase(part, phase) for at, part in enumerate(turn.parts) if at != place)
+def _own(turn: Turn, who: Who, phase: str) -> float:
+    return median(_phase(turn.parts[place], phase) for place in who)
 
 
-def _like_the_others(turn: Turn, place: int, phases: Sequence[str]) -> Turn:
-    """The turn in which a rank took as long as the others do, in these phases."""
-    mine = turn.parts[place]
-    now: dict[str, Any] = {phase: min(_phase(mine, phase), _others(turn, place, phase)) for phase in phases}
-    backward = now.pop("backward", mine.backward)
-    part: Part = replace(mine, **now)
-    return with_part(turn, place, part.with_backward(backward))
+def _others(turn: Turn, who: Who, phase: str) -> float:
+    return median(_phase(part, phase) for place, part in enumerate(turn.parts) if place not in who)
 
 
-def _rate(flight: Flight) -> float | None:
-    """Bytes a microsecond, while something was on the way."""
+def _like_the_others(turn: Turn, who: Who, phases: Sequence[str]) -> Turn:
+    """The turn in which these ranks took as long as the others do, in these phases."""
+    changed = turn
+    for place in who:
+        mine = turn.parts[place]
+        now: dict[str, Any] = {phase: min(_phase(mine, phase), _others(turn, who, phase)) for phase in phases}
+        backward = now.pop("backward", mine.backward)
+        part: Part = replace(mine, **now)
+        changed = with_part(changed, place, part.with_backward(backward))
+    return changed
+
+
+def _rate_of(flights: Sequence[Flight]) -> float | None:
+    """Bytes a microsecond of a host, while something was on the way: of those of its ranks that send most.
+
+    A ring leaves a host from one rank, and what others have on the way is next to nothing.
+    """
+    found = [seen for seen in map(_sent, flights) if seen is not None]
+    most = max((num_bytes for num_bytes, _ in found), default=0.0)
+    return median(rate for num_bytes, rate in found if num_bytes >= MUCH * most) if found else None
+
+
+def _sent(flight: Flight) -> tuple[float, float] | None:
+    """Bytes, and bytes a microsecond while something was on the way."""
     if len(flight.traffic) < 2:
         return None
     first, last = _looks(flight)
     busy = last.busy_us - first.busy_us - (last.window_us - first.window_us)
-    return (last.num_bytes - first.num_bytes) / busy if busy > 0 else None
+    num_bytes = float(last.num_bytes - first.num_bytes)
+    return (num_bytes, num_bytes / busy) if busy > 0 else None
 
 
 def _looks(flight: Flight) -> tuple[Traffic, Traffic]:

@@ -129,7 +129,8 @@ def _advice(waits: float) -> str:
 
 
 def _rows(number: int, finding: Finding, step_us: float) -> list[str]:
-    where = "" if finding.rank is None else f" on rank {finding.rank}, host {finding.host}"
+    on_host = "" if finding.host is None else f" on host {finding.host}"
+    where = on_host if finding.rank is None else f" on rank {finding.rank}, host {finding.host}"
     head = (
         f"{number}. {finding.kind.replace('_', ' ')}{where}: costs {_ms(finding.cost_us)} a step; without it"
         f" {_ms(finding.gain_us)} less ({finding.gain_us / step_us:.0%}); {finding.confidence:.0%} sure"
