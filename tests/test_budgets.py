@@ -1075,7 +1075,8 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
     search = SimpleNamespace(
         _wanted=lambda: (),
         _forecast=forecast,
-        _owed={},
+        _known=forecast,
+        _measured={},
         _offered=[],
         _forecast_scale=1.0,
         gain_scale=lambda: 1.0,
@@ -1085,14 +1086,31 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
         job = OnlineSearch._with_sensitivity(search, mixed_job(2))
         known = Sensitivity.from_json(job.meta[SENSITIVITY])
         assert [known.of(spec, "t0") for spec in (signs, other)] == [2.0, 8.0]
-    assert search._owed == {signs: {"t0": (choice, 2.0)}}
+    assert list(search._measured) == [(signs, "t0")]
+
+
+def test_what_grows_of_one_compressor_grows_of_all_whichever_ran_first():
+    """Signs, then twobit, which comes to owe twice as much; then signs again."""
+    specs = signs, twobit, few = tuple(map(CompressorSpec.parse, ("efsignsgd", "twobit", "dgc:ratio=0.01")))
+    forecast = {signs: {"t0": 2.0}, twobit: {"t0": 1.0}, few: {"t0": 4.0}}
+    search = SimpleNamespace(
+        _wanted=lambda: (), _forecast=forecast, _known=forecast, _measured={}, _offered=[], _forecast_scale=1.0,
+        gain_scale=lambda: 1.0,
+    )  # fmt: skip
+    found = []
+    for spec, owed in ((signs, 3.0), (twobit, 1.5), (twobit, 3.0), (signs, 5.0)):
+        row = Choice(parse_option("comp > flat.allgather > dec"), spec), owed
+        search.measured_owed = lambda scale, row=row: {"t0": row}
+        known = Sensitivity.from_json(OnlineSearch._with_sensitivity(search, mixed_job(2)).meta[SENSITIVITY])
+        found.append([known.of(each, "t0") for each in specs])
+    assert found == [[3.0, 1.5, 6.0], [3.0, 1.5, 6.0], [6.0, 3.0, 12.0], pytest.approx([5.0, 2.5, 10.0])]
 
 
 def test_where_something_was_never_finite_normal_numbers_stand_in():
     """And what tensors were found to owe still counts."""
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _owed={}, _offered=[], _forecast_scale=None, _gain=None,
+        _wanted=lambda: (signs,), _forecast={}, _known={}, _measured={}, _offered=[], _forecast_scale=None, _gain=None,
         corrects_momentum=False,
         gain_scale=lambda: 4.0,
         _sampler=SimpleNamespace(samples=list),
@@ -1131,7 +1149,7 @@ def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
     assert [sample.tensor.name for sample in sampler.samples()] == ["used"]
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _owed={}, _offered=[], _forecast_scale=None, _gain=None,
+        _wanted=lambda: (signs,), _forecast={}, _known={}, _measured={}, _offered=[], _forecast_scale=None, _gain=None,
         corrects_momentum=False,
         gain_scale=lambda: 1.0,
         _sampler=sampler, measured_owed=lambda scale: {}, _tensors=dict.fromkeys(("used", "idle")),

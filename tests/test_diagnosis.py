@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from espresso.cli import app
-from espresso.diagnosis.findings import diagnose
+from espresso.diagnosis.findings import _Case, diagnose
 from espresso.diagnosis.replay import costs_of, replay, shared
 from espresso.diagnosis.report import Diagnosis
 from espresso.diagnosis.turns import Run
@@ -311,10 +311,15 @@ def test_a_slow_host_is_named_where_none_of_its_ranks_is_always_the_last() -> No
     assert found.gain_us == pytest.approx(60_000, rel=0.1)
     assert "every rank on host1" in found.remedy
     assert "slow worker on host host1" in str(diagnose(of_two.flights()))
-    for even in (World((Rank(),) * 4, ranks_a_host=2), World((Rank(),) * 6, ranks_a_host=3, noise=0.1)):
-        assert diagnose(even.flights()).clean
+    slower = Rank(forward=41, backward=82)  # is always the last, and without it next to nothing is gained
+    (found,) = diagnose(World((Rank(), Rank(), slow, slower), ranks_a_host=2).flights()).findings
+    assert (found.rank, found.host) == (None, "host1")
     (found,) = diagnose(World((Rank(), Rank(), slow, Rank()), ranks_a_host=2).flights()).findings
     assert (found.rank, found.host) == (2, "host1"), "one of its ranks"
+    for ranks, per_host in ((4, 2), (6, 3), (4, 3)):  # the last: three ranks and one
+        even = World((Rank(),) * ranks, ranks_a_host=per_host)
+        assert diagnose(even.flights()).clean
+        assert _Case(Run(even.flights()))._late_ones() == []
 
 
 def test_of_a_ring_one_rank_of_a_host_says_how_fast_its_card_is() -> None:

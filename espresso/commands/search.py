@@ -166,7 +166,7 @@ def search(
                 sensitivity=owed, partitions=terms.partitions,
             )  # fmt: skip
         if result.error is None and sensitivity_of(loaded, owed) is None:
-            result = with_assumed_error(loaded, result)
+            result = with_assumed_error(result)
         if frontier is not None:
             from espresso.search.frontier import frontier as sweep
 

@@ -66,6 +66,9 @@ LACKED = 0.5
 COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
 """What a worker does on its own processor."""
 
+TOGETHER = 0.5
+"""Of what the slowest rank of a host takes longer than other hosts', each must, where the host is to blame."""
+
 MUCH = 0.5
 """Of what the rank of a host that sends most sends away."""
 
@@ -181,18 +184,29 @@ class _Case:
                     yield found if len(who) == 1 else replace(found, rank=None)
 
     def _late_ones(self) -> list[Who]:
-        """The rank that the others wait for in most steps; or the host, where now one of its ranks is the last and now
-        another.
-        """
+        """Whom the others wait for in most steps: hosts of which every rank is slow, whichever is last, and ranks."""
         hosts = self.run.hosts
         if len(hosts) < 2:
             return []
-        ranks: list[Who] = [(place,) for place in range(len(hosts)) if self._often((place,)) >= OFTEN]
-        if ranks or len(self.hosts) in (1, len(hosts)):
-            return ranks
         groups = [tuple(place for place, at in enumerate(hosts) if at == host) for host in self.hosts]
+        found = [who for who in groups if 1 < len(who) < len(hosts) and self._are_late(who)]
+        others = set(range(len(hosts))).difference(*found)
+        return found + [(place,) for place in sorted(others) if self._often((place,)) >= OFTEN]
+
+    def _are_late(self, who: Who) -> bool:
+        """Whether a host's ranks are, each of them for itself."""
         # Of two equal hosts each is in half of the steps, and of unequal ones that with more ranks more often.
-        return [who for who in groups if 1 - self._often(who) <= (1 - OFTEN) * min(2 * (1 - len(who) / len(hosts)), 1)]
+        by_chance = len(who) / len(self.run.hosts)
+        if 1 - self._often(who) > (1 - OFTEN) * min(2 * (1 - by_chance), 1):
+            return False
+        each = [
+            median(
+                sum(_phase(turn.parts[place], phase) - _others(turn, who, phase) for phase in ("input", *COMPUTE))
+                for turn in self.run.turns
+            )
+            for place in who
+        ]
+        return min(each) > TOGETHER * max(each)
 
     def _often(self, who: Who) -> float:
         """In how many of the steps one of them is the last of all, in the part of the run where that is least often."""

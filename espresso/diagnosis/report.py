@@ -34,7 +34,7 @@ class Finding:
 
     Attributes:
         kind: what it is, in one word.
-        rank, host: where; None where it concerns all.
+        rank, host: where; None where it concerns all, the rank where it concerns every rank of the host.
         cost_us: of a step, now.
         gain_us: what a step would be shorter without it, by the timeline.
         confidence: 0 to 1.

@@ -112,7 +112,8 @@ class OnlineSearch:
         self._seen: list[list[Observation]] = []
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
-        self._owed: dict[CompressorSpec, dict[str, tuple[Choice, float]]] = {}
+        self._known: dict[CompressorSpec, Mapping[str, float]] = {}
+        self._measured: dict[tuple[CompressorSpec, str], None] = {}  # in the order in which they came first
         self._forecast_scale: float | None = None
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None, scale=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
@@ -352,7 +353,7 @@ class OnlineSearch:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
         scale = self.gain_scale()
         if scale != self._forecast_scale:  # what comes back sooner owes less
-            self._forecast, self._owed, self._forecast_scale = {}, {}, scale
+            self._forecast, self._known, self._measured, self._forecast_scale = {}, {}, {}, scale
         fresh = [spec for spec in self._wanted() if spec not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
@@ -363,17 +364,17 @@ class OnlineSearch:
             if len(samples) < len(self._tensors):  # was never finite, or had no gradient yet
                 normal = normal_sensitivity(fresh, **how).owed
                 found = {spec: {**rows, **found.get(spec, {})} for spec, rows in normal.items()}
+            first, known = Sensitivity(self._forecast), Sensitivity(self._known)
+            self._known |= Sensitivity(found).corrected(first, known, self._measured).owed
             self._forecast |= found
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
-        for tensor, (choice, owed) in self.measured_owed(scale=scale).items():
-            self._owed.setdefault(choice.compressor.kept_as(""), {})[tensor] = choice, owed
-        # Each compressor's figures in the order in which they came: they still count when another strategy runs.
-        known, seen = Sensitivity(self._forecast), set[tuple[CompressorSpec, str]]()
-        for spec, rows in self._owed.items():
-            known = known.kept_up(rows, seen)
-            seen |= {(spec, tensor) for tensor in rows}
+        measured = self.measured_owed(scale=scale)
+        kept_up = Sensitivity(self._known).kept_up(measured, self._measured.keys())
+        self._known = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
+        for tensor, (choice, _) in measured.items():
+            self._measured[choice.compressor.kept_as(""), tensor] = None
         offered = "; ".join(map(str, self._offered))
-        return replace(job, meta={**job.meta, OFFERED: offered, SENSITIVITY: known.to_json(), GAIN_SCALE: scale})
+        return replace(job, meta={**job.meta, OFFERED: offered, SENSITIVITY: kept_up.to_json(), GAIN_SCALE: scale})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
@@ -398,7 +399,7 @@ class OnlineSearch:
             forward_us=max(seen.forward_us, 0.0),
             optimizer_us=max(seen.optimizer_us, 0.0),
             source="measured on the live job",
-            meta=machine_facts() | self._terms.to_meta(),
+            meta=machine_facts() | {OFFERED: "; ".join(map(str, self._offered))} | self._terms.to_meta(),
         )
 
     def decide(self, job: Job) -> tuple[list[Candidate], float]:

@@ -150,6 +150,24 @@ class Sensitivity:
                     rows[tensor] = now / forecast * self.of(spec, tensor)
         return Sensitivity(found)
 
+    def corrected(
+        self, first: Sensitivity, known: Sensitivity, seen: Iterable[tuple[CompressorSpec, str]]
+    ) -> Sensitivity:
+        """Forecasts that come later, by as much as those of what has run were off.
+
+        Args:
+            first, known: what compressors were forecast to owe, and what is known of them now.
+            seen: compressor and tensor that were measured; of two of a tensor the last counts.
+        """
+        off = {}
+        for spec, tensor in seen:
+            if first.knows(spec, (tensor,)) and keeps_back(spec) and (said := first.of(spec, tensor)) > 0:
+                off[tensor] = known.of(spec, tensor) / said
+        rows = {spec: dict(rows) for spec, rows in self.owed.items()}
+        for spec in filter(keeps_back, rows):
+            rows[spec] |= {tensor: times * self.of(spec, tensor) for tensor, times in off.items()}
+        return Sensitivity(rows)
+
     @classmethod
     def from_json(cls, body: Any) -> Sensitivity:
         """Read the file's form.

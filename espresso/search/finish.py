@@ -79,9 +79,9 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     )
 
 
-def with_assumed_error(job: Job, result: SearchResult) -> SearchResult:
+def with_assumed_error(result: SearchResult) -> SearchResult:
     """A result with what its strategy owes of normal numbers, where nothing else is known of that."""
-    strategy = result.strategy
+    strategy, job = result.strategy, result.chosen.job
     specs = [spec for spec in strategy.compressors if spec != NONE]
     owed = Ledger(job.tensors, job.cluster, specs, assumed(job, specs), Budgets()).error(strategy.choices)
     noted = replace(strategy, notes={**strategy.notes, OWED: owed})

@@ -77,7 +77,7 @@ class SearchResult:
         offload_capped: whether Algorithm 2's product was larger than its cap.
         caps: DDP's bucket sizes that were searched; empty where none were.
         bucket_cap_mb: the one to set; None: leave the buckets as they are.
-        error: gradients that the strategy owes; None without a sensitivity.
+        error: gradients that the strategy owes; None where that is not known.
         residual_bytes: that its residuals take on a rank, at most.
         terms: that it was searched under.
         kinds_left_out, fewer_kinds_cost_us: how many kinds of choices were merged into others, and what that takes.
