@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -173,7 +174,7 @@ class _Case:
             detail = f"last in {often:.0%} of the steps or more; against the others: {said}"
             for kind, phases in self._suspects(who):
                 costs = self._at_pace(who) if kind == "slow_worker" else self.costs
-                gain = self.gain(lambda turn, which=phases, who=who: _like_the_others(turn, who, which), costs)  # type: ignore[misc]
+                gain = self.gain(partial(_like_the_others, who=who, phases=phases), costs)
                 cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
                 if self.counts(gain):
                     flight, host = self.run.flights[who[0]], self.run.hosts[who[0]]
